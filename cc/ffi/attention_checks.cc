@@ -1,0 +1,95 @@
+#include "cc/ffi/attention_checks.h"
+
+namespace jax_magi {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error Invalid(const char* context, const char* name, const std::string& what) {
+  return ffi::Error::InvalidArgument(std::string(context) + ": " + name + " " + what);
+}
+
+template <typename Dims>
+std::string ToString(const Dims& dims) {
+  std::string text = "[";
+  for (int64_t dim : dims) text += (text.size() > 1 ? ", " : "") + std::to_string(dim);
+  return text + "]";
+}
+
+}  // namespace
+
+ffi::Error CheckDims(const char* context, const NamedBuffer& named,
+                     std::initializer_list<int64_t> expected) {
+  const auto dims = named.buffer.dimensions();
+  if (dims.size() == expected.size() && std::equal(dims.begin(), dims.end(), expected.begin())) {
+    return ffi::Error::Success();
+  }
+  return Invalid(context, named.name,
+                 "must have shape " + ToString(expected) + ", got " + ToString(dims));
+}
+
+ffi::Error CheckDType(const char* context, const NamedBuffer& named,
+                      std::initializer_list<ffi::DataType> allowed) {
+  for (ffi::DataType type : allowed) {
+    if (named.buffer.element_type() == type) return ffi::Error::Success();
+  }
+  return Invalid(context, named.name, "has an unsupported element type");
+}
+
+DType ToDType(ffi::DataType type) {
+  switch (type) {
+    case ffi::BF16:
+      return DType::kBF16;
+    case ffi::F16:
+      return DType::kF16;
+    default:
+      return DType::kF32;
+  }
+}
+
+ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                           ffi::AnyBuffer v, ffi::AnyBuffer slices, AttentionShape* shape,
+                           DType* dtype) {
+  for (const NamedBuffer& named : {NamedBuffer{"q", q}, {"k", k}, {"v", v}}) {
+    if (named.buffer.dimensions().size() != 4) {
+      return Invalid(context, named.name, "must have 4 dimensions");
+    }
+  }
+  if (slices.dimensions().size() != 3) {
+    return Invalid(context, "slices", "must have 3 dimensions");
+  }
+  const auto q_dims = q.dimensions(), k_dims = k.dimensions();
+  *shape = {/*batch=*/q_dims[0],
+            /*q_len=*/q_dims[1],
+            /*k_len=*/k_dims[1],
+            /*num_q_heads=*/q_dims[2],
+            /*num_kv_heads=*/k_dims[2],
+            /*head_dim=*/q_dims[3],
+            /*value_dim=*/v.dimensions()[3],
+            /*num_slices=*/slices.dimensions()[1],
+            /*shared_slices=*/slices.dimensions()[0] == 1};
+
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"q", q}, {ffi::F32, ffi::BF16, ffi::F16}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"k", k}, {q.element_type()}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"v", v}, {q.element_type()}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"slices", slices}, {ffi::S32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(
+      context, {"k", k}, {shape->batch, shape->k_len, shape->num_kv_heads, shape->head_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(
+      context, {"v", v}, {shape->batch, shape->k_len, shape->num_kv_heads, shape->value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"slices", slices},
+                {shape->shared_slices ? 1 : shape->batch, shape->num_slices, 6}));
+  if (shape->q_len >= kUnbounded) return Invalid(context, "q", "must be shorter than 2**30 rows");
+  if (shape->k_len >= kUnbounded) return Invalid(context, "k", "must be shorter than 2**30 rows");
+  if (shape->num_kv_heads == 0 ? shape->num_q_heads != 0
+                               : shape->num_q_heads % shape->num_kv_heads != 0) {
+    return Invalid(context, "q",
+                   "must have a multiple of k's " + std::to_string(shape->num_kv_heads) +
+                       " heads, got " + std::to_string(shape->num_q_heads));
+  }
+  *dtype = ToDType(q.element_type());
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_magi

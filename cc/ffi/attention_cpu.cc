@@ -1,0 +1,195 @@
+// FFI handlers of the CPU kernels: decode, check, call.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+
+#include "cc/cpu/attention.h"
+#include "cc/ffi/attention_checks.h"
+#include "cc/ffi/handlers.h"
+
+namespace jax_magi {
+namespace {
+
+namespace ffi = xla::ffi;
+
+struct FreeDeleter {
+  void operator()(float* p) const { std::free(p); }
+};
+using AlignedFloats = std::unique_ptr<float, FreeDeleter>;
+
+AlignedFloats AllocateAligned(int64_t num_floats) {
+  const int64_t num_bytes = (num_floats * sizeof(float) + 63) / 64 * 64;
+  return AlignedFloats(
+      static_cast<float*>(std::aligned_alloc(64, std::max<int64_t>(num_bytes, 64))));
+}
+
+// Work that threads take from one counter. The pool may start a thread after all work is done and
+// the handler has returned, so threads share ownership, and touch `work` only under a valid task.
+struct SharedLoop {
+  int64_t num_tasks;
+  int64_t scratch_floats;
+  const std::function<void(int64_t, float*)>* work;
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+  int64_t num_done = 0;
+
+  void Run(float* scratch) {
+    int64_t num_own = 0;
+    for (int64_t i; (i = next.fetch_add(1)) < num_tasks; ++num_own) (*work)(i, scratch);
+    std::lock_guard<std::mutex> lock(mutex);
+    num_done += num_own;
+    if (num_done == num_tasks) all_done.notify_all();
+  }
+};
+
+// ParallelFor on XLA's pool. The caller takes part, so progress never waits for a free thread.
+bool RunOnPool(ffi::ThreadPool& pool, int64_t num_tasks, int64_t scratch_floats,
+               const std::function<void(int64_t, float*)>& work) {
+  AlignedFloats own_scratch = AllocateAligned(scratch_floats);
+  if (own_scratch == nullptr) return false;
+  auto loop = std::make_shared<SharedLoop>();
+  loop->num_tasks = num_tasks;
+  loop->scratch_floats = scratch_floats;
+  loop->work = &work;
+  const int64_t num_helpers = std::min(pool.num_threads(), num_tasks) - 1;
+  for (int64_t i = 0; i < num_helpers; ++i) {
+    pool.Schedule([loop] {
+      if (loop->next.load() >= loop->num_tasks) return;
+      // Without memory a helper only leaves its share to the others.
+      if (AlignedFloats scratch = AllocateAligned(loop->scratch_floats)) loop->Run(scratch.get());
+    });
+  }
+  loop->Run(own_scratch.get());
+  std::unique_lock<std::mutex> lock(loop->mutex);
+  loop->all_done.wait(lock, [&] { return loop->num_done == num_tasks; });
+  return true;
+}
+
+cpu::ParallelFor OnPool(ffi::ThreadPool& pool) {
+  return [&pool](int64_t num_tasks, int64_t scratch_floats,
+                 const std::function<void(int64_t, float*)>& work) {
+    return RunOnPool(pool, num_tasks, scratch_floats, work);
+  };
+}
+
+ffi::Error Finish(const char* context, bool done) {
+  if (done) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    std::string(context) + ": out of host memory");
+}
+
+ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
+                   float softmax_scale, float softcap, int32_t /*sm_margin*/) {
+  const char* context = "jax_magi attention forward";
+  ForwardArgs args;
+  JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args.shape, &args.dtype));
+  const AttentionShape& s = args.shape;
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"sink", sink}, {s.batch, s.num_q_heads}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"out", *out}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", *lse}, {s.batch, s.q_len, s.num_q_heads}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"max_logits", *max_logits}, {s.batch, s.num_q_heads}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"out", *out}, {q.element_type()}));
+  for (const NamedBuffer& named :
+       {NamedBuffer{"sink", sink}, {"lse", *lse}, {"max_logits", *max_logits}}) {
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
+  }
+  args.params = {softmax_scale, softcap};
+  args.q = q.untyped_data();
+  args.k = k.untyped_data();
+  args.v = v.untyped_data();
+  args.slices = static_cast<const Slice*>(slices.untyped_data());
+  args.sink = static_cast<const float*>(sink.untyped_data());
+  args.out = out->untyped_data();
+  args.lse = static_cast<float*>(lse->untyped_data());
+  args.max_logits = static_cast<float*>(max_logits->untyped_data());
+  return Finish(context, cpu::AttentionForward(args, OnPool(pool)));
+}
+
+ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                    ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
+                    ffi::AnyBuffer slices, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+                    float softmax_scale, float softcap, bool /*deterministic: always*/,
+                    int32_t /*sm_margin*/) {
+  const char* context = "jax_magi attention backward";
+  BackwardArgs args;
+  JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args.shape, &args.dtype));
+  const AttentionShape& s = args.shape;
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dout", dout}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", lse}, {s.batch, s.num_q_heads, s.q_len}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"delta", delta}, {s.batch, s.num_q_heads, s.q_len}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dq", *dq}, {s.batch, s.q_len, s.num_q_heads, s.head_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dk", *dk}, {s.batch, s.k_len, s.num_kv_heads, s.head_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dv", *dv}, {s.batch, s.k_len, s.num_kv_heads, s.value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dout", dout}, {q.element_type()}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dk", *dk}, {q.element_type(), ffi::F32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dv", *dv}, {dk->element_type()}));
+  for (const NamedBuffer& named : {NamedBuffer{"lse", lse}, {"delta", delta}, {"dq", *dq}}) {
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
+  }
+  args.params = {softmax_scale, softcap};
+  args.dkv_dtype = ToDType(dk->element_type());
+  args.q = q.untyped_data();
+  args.k = k.untyped_data();
+  args.v = v.untyped_data();
+  args.dout = dout.untyped_data();
+  args.lse = static_cast<const float*>(lse.untyped_data());
+  args.delta = static_cast<const float*>(delta.untyped_data());
+  args.slices = static_cast<const Slice*>(slices.untyped_data());
+  args.dq = static_cast<float*>(dq->untyped_data());
+  args.dk = dk->untyped_data();
+  args.dv = dv->untyped_data();
+  return Finish(context, cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));
+}
+
+}  // namespace
+}  // namespace jax_magi
+
+// At global scope: inside the namespace, gcc would not give them the visibility of handlers.h.
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_forward, jax_magi::Forward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // q
+                                  .Arg<ffi::AnyBuffer>()  // k
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<ffi::AnyBuffer>()  // slices
+                                  .Arg<ffi::AnyBuffer>()  // sink
+                                  .Ret<ffi::AnyBuffer>()  // out
+                                  .Ret<ffi::AnyBuffer>()  // lse
+                                  .Ret<ffi::AnyBuffer>()  // max_logits
+                                  .Attr<float>("softmax_scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int32_t>("sm_margin"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_backward, jax_magi::Backward,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // q
+                                  .Arg<ffi::AnyBuffer>()  // k
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<ffi::AnyBuffer>()  // dout
+                                  .Arg<ffi::AnyBuffer>()  // lse
+                                  .Arg<ffi::AnyBuffer>()  // delta
+                                  .Arg<ffi::AnyBuffer>()  // slices
+                                  .Ret<ffi::AnyBuffer>()  // dq
+                                  .Ret<ffi::AnyBuffer>()  // dk
+                                  .Ret<ffi::AnyBuffer>()  // dv
+                                  .Attr<float>("softmax_scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<bool>("deterministic")
+                                  .Attr<int32_t>("sm_margin"));

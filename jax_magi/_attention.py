@@ -1,0 +1,324 @@
+"""The public attention functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_magi import _checks, _ops
+from jax_magi._mask import UNBOUNDED, AttentionMask, as_int32
+from jax_magi._varying import vary_together
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttnForwardMeta:
+  """What the kernel knows besides the output.
+
+  Attributes:
+    lse: float32 `[q_len, num_q_heads]`, the natural log of each row's softmax denominator, sink
+      included; -inf for a row that sees nothing. Differentiable.
+    max_logits: float32 `[num_q_heads]`, the largest `softmax_scale * q.k` over visible pairs,
+      before softcap and without sink; -inf for a head with no pair. No gradient. None unless
+      asked for.
+  """
+
+  lse: jax.Array
+  max_logits: jax.Array | None = None
+
+
+def attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: AttentionMask,
+  *,
+  softmax_scale: float | None = None,
+  softcap: float = 0.0,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  deterministic: bool = False,
+  sm_margin: int = 0,
+  implementation: str | None = None,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """Exact attention over a slice mask, for one (packed) sequence. Use `jax.vmap` for a batch.
+
+  Args:
+    q: `[q_len, num_q_heads, head_dim]`, float32 (CPU), bfloat16 or float16.
+    k: `[k_len, num_kv_heads, head_dim]`. Query heads g*G .. g*G+G-1 use kv head g.
+    v: `[k_len, num_kv_heads, value_dim]`.
+    mask: which keys each query sees. A traced mask is not checked for slices that overlap.
+    softmax_scale: static; None is `head_dim ** -0.5`.
+    softcap: c > 0 turns each scaled logit s into `c * tanh(s / c)`; 0 is off.
+    sink: float32 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits that take part in every
+      row's softmax and carry no value. Differentiable.
+    return_max_logits: whether to fill `meta.max_logits`.
+    deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are.
+    sm_margin: streaming multiprocessors to leave free, on a GPU.
+    implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform). None takes the native
+      kernel of the platform compiled for, or else "blockwise".
+
+  Returns:
+    out `[q_len, num_q_heads, value_dim]` in q's dtype, and `AttnForwardMeta`. Rows that see
+    nothing are zero.
+  """
+  _checks.check_qkv(q, k, v)
+  _checks.check_mask(mask, q.shape[0], k.shape[0])
+  config = _checks.make_config(
+    q.shape[2],
+    softmax_scale=softmax_scale,
+    softcap=softcap,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    implementation=implementation,
+  )
+  sink = _checks.check_sink(sink, q.shape[1])
+  results = _call(config, *(x[None] for x in (q, k, v, mask.slices, sink)))
+  out, lse, max_logits = (x[0] for x in results)
+  return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
+
+
+def flex_flash_attn_func(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_ranges: Any,
+  k_ranges: Any,
+  attn_type_map: Any = None,
+  *,
+  softmax_scale: float | None = None,
+  softcap: float = 0.0,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  deterministic: bool = False,
+  sm_margin: int = 0,
+  implementation: str | None = None,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """`attention` over a mask given as pairs of ranges; all other arguments are as there.
+
+  Args:
+    q: `[q_len, num_q_heads, head_dim]`.
+    k: `[k_len, num_kv_heads, head_dim]`.
+    v: `[k_len, num_kv_heads, value_dim]`.
+    q_ranges: int32 `[n, 2]`, half open, numpy or traced.
+    k_ranges: int32 `[n, 2]`, likewise.
+    attn_type_map: int32 `[n]` of `MaskType`; None is FULL. Traced ranges are not checked, and
+      pairs covered twice would count twice.
+    softmax_scale: see `attention`.
+    softcap: see `attention`.
+    sink: see `attention`.
+    return_max_logits: see `attention`.
+    deterministic: see `attention`.
+    sm_margin: see `attention`.
+    implementation: see `attention`.
+
+  Returns:
+    (out, meta), as `attention`.
+  """
+  _checks.check_qkv(q, k, v)
+  mask = AttentionMask.from_ranges(
+    q_ranges, k_ranges, attn_type_map, q_len=q.shape[0], k_len=k.shape[0]
+  )
+  return attention(
+    q,
+    k,
+    v,
+    mask,
+    softmax_scale=softmax_scale,
+    softcap=softcap,
+    sink=sink,
+    return_max_logits=return_max_logits,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    implementation=implementation,
+  )
+
+
+def dot_product_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: Any = None,
+  mask: Any = None,
+  *,
+  scale: float | None = None,
+  is_causal: bool = False,
+  query_seq_lengths: Any = None,
+  key_value_seq_lengths: Any = None,
+  local_window_size: int | tuple[int, int] | None = None,
+  implementation: str | None = None,
+  return_residual: bool = False,
+  segment_ids: Any = None,
+  kv_segment_ids: Any = None,
+  max_segments: int | None = None,
+  softcap: float = 0.0,
+  sink: jax.Array | None = None,
+  return_meta: bool = False,
+  return_max_logits: bool = False,
+  deterministic: bool = False,
+  sm_margin: int = 0,
+) -> Any:
+  """Drop-in for `jax.nn.dot_product_attention`, with documents, softcap, sink and statistics.
+
+  As there, `is_causal` and `local_window_size` are aligned to the top left corner: query i's own
+  key is i. Rows that see nothing are zero.
+
+  Args:
+    query: `[batch, q_len, num_q_heads, head_dim]`, or without batch.
+    key: `[batch, k_len, num_kv_heads, head_dim]`, likewise.
+    value: `[batch, k_len, num_kv_heads, value_dim]`, likewise.
+    bias: not supported.
+    mask: not supported as an array; an `AttentionMask` over `q_len` and `k_len` is, for the whole
+      batch, instead of the other arguments that say which pairs are visible.
+    scale: as `softmax_scale` in `attention`.
+    is_causal: whether to hide keys after the query.
+    query_seq_lengths: int32 `[batch]`; rows past it are zero.
+    key_value_seq_lengths: int32 `[batch]`; keys past it are hidden.
+    local_window_size: (left, right) keys that a query sees around its own; an int is both.
+    implementation: as in `attention`.
+    return_residual: whether to return (out, lse).
+    segment_ids: int32 `[batch, q_len]`, documents packed one after the other; 0 is padding.
+    kv_segment_ids: int32 `[batch, k_len]`; None is `segment_ids`.
+    max_segments: static bound on the document numbers, needed with `segment_ids`.
+    softcap: as in `attention`.
+    sink: as in `attention`.
+    return_meta: whether to return (out, meta).
+    return_max_logits: whether to fill `meta.max_logits`, `[batch, num_q_heads]`.
+    deterministic: as in `attention`.
+    sm_margin: as in `attention`.
+
+  Returns:
+    out `[batch, q_len, num_q_heads, value_dim]`; or (out, lse), or (out, meta), as asked for. lse
+    is float32 `[batch, q_len, num_q_heads]`.
+  """
+  if bias is not None:
+    raise NotImplementedError("bias is not supported; jax.nn.dot_product_attention has it")
+  if return_residual and return_meta:
+    raise ValueError("return_residual and return_meta exclude each other; meta.lse is the residual")
+  if return_max_logits and not return_meta:
+    raise ValueError("return_max_logits needs return_meta=True, which carries them")
+  for name, x in (("query", query), ("key", key), ("value", value)):
+    if len(np.shape(x)) not in (3, 4) or len(np.shape(x)) != len(np.shape(query)):
+      raise ValueError(
+        f"{name} must be [batch, length, heads, dim], or [length, heads, dim] for all three, "
+        f"got {list(np.shape(x))}"
+      )
+  has_batch = np.ndim(query) == 4
+  q, k, v = (x if has_batch else x[None] for x in map(jnp.asarray, (query, key, value)))
+  batch = q.shape[0]
+  for name, x in (("key", k), ("value", v)):
+    if x.shape[0] != batch:
+      raise ValueError(f"{name} must have query's batch of {batch}, got {x.shape[0]}")
+  _checks.check_qkv(*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q, k, v)))
+  config = _checks.make_config(
+    q.shape[3],
+    softmax_scale=scale,
+    softcap=softcap,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    implementation=implementation,
+  )
+  sink = jnp.broadcast_to(_checks.check_sink(sink, q.shape[2]), (batch, q.shape[2]))
+
+  lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+  segments = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
+  if mask is not None:
+    others = {"is_causal": is_causal or None, "local_window_size": local_window_size}
+    slices = _slices_of_mask(mask, q.shape[1], k.shape[1], {**others, **lengths, **segments})
+  else:
+    slices = _slices(
+      (batch, q.shape[1], k.shape[1]),
+      _band(is_causal, local_window_size),
+      lengths,
+      segments,
+      max_segments,
+    )
+  results = _call(config, q, k, v, slices, sink)
+  out, lse, max_logits = results if has_batch else (x[0] for x in results)
+  if return_meta:
+    return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
+  return (out, lse) if return_residual else out
+
+
+def _call(config, q, k, v, slices, sink):
+  # Before the custom derivative, so that the gradient of a replicated operand is summed.
+  out, lse, max_logits = _ops.attention(config, *vary_together(q, k, v, slices, sink))
+  return out, lse, lax.stop_gradient(max_logits)
+
+
+def _slices_of_mask(mask: Any, q_len: int, k_len: int, others: dict[str, Any]) -> Any:
+  if not isinstance(mask, AttentionMask):
+    raise NotImplementedError(
+      "mask must be an AttentionMask; for an array, say what it means by is_causal, "
+      "local_window_size, segment_ids or sequence lengths"
+    )
+  for name, value in others.items():
+    if value is not None:
+      raise ValueError(f"mask and {name} exclude each other: the mask says what is visible")
+  _checks.check_mask(mask, q_len, k_len)
+  return mask.slices[None]
+
+
+def _band(is_causal: bool, window: int | tuple[int, int] | None) -> tuple[int, int]:
+  """lo and hi of `is_causal` and `local_window_size`."""
+  if window is None:
+    lo, hi = -UNBOUNDED, UNBOUNDED
+  else:
+    left, right = (window, window) if isinstance(window, (int, np.integer)) else window
+    for size in (left, right):
+      if not isinstance(size, (int, np.integer)) or not 0 <= size < UNBOUNDED:
+        raise ValueError(f"local_window_size must hold integers in [0, 2**30), got {window}")
+    lo, hi = -int(left), int(right)
+  return lo, min(hi, 0) if is_causal else hi
+
+
+def _slices(
+  shape: tuple[int, int, int],
+  band: tuple[int, int],
+  lengths: dict[str, Any],
+  segments: dict[str, Any],
+  max_segments: int | None,
+) -> Any:
+  """int32 `[batch or 1, num_slices, 6]` from per-batch lengths or documents, and one band."""
+  batch, q_len, k_len = shape
+  given_lengths = {
+    name: as_int32(name, x, (batch,)) for name, x in lengths.items() if x is not None
+  }
+  given_segments = {
+    name: as_int32(name, x if np.ndim(x) == 2 else jnp.asarray(x)[None], (batch, length))
+    for (name, x), length in zip(segments.items(), (q_len, k_len), strict=True)
+    if x is not None
+  }
+  if not given_lengths and not given_segments:
+    return np.array([[[0, q_len, 0, k_len, *band]]], np.int32)
+  if not given_segments:
+    q_end = given_lengths.get("query_seq_lengths", np.full(batch, q_len, np.int32))
+    k_end = given_lengths.get("key_value_seq_lengths", np.full(batch, k_len, np.int32))
+    rest = (np.full(batch, x, np.int32) for x in (0, 0, *band))
+    q_begin, k_begin, lo, hi = rest
+    ends = jnp.clip(q_end, 0, q_len), jnp.clip(k_end, 0, k_len)
+    return jnp.stack([q_begin, ends[0], k_begin, ends[1], lo, hi], axis=1)[:, None, :]
+  if given_lengths:
+    raise ValueError(f"segment_ids and {next(iter(given_lengths))} exclude each other: use id 0")
+  if "segment_ids" not in given_segments:
+    raise ValueError("kv_segment_ids needs segment_ids")
+  if max_segments is None:
+    raise ValueError("segment_ids needs max_segments, a static bound on the document numbers")
+  ids = given_segments["segment_ids"]
+  kv_ids = given_segments.get("kv_segment_ids", ids)
+  if kv_ids.shape[1] != k_len:
+    raise ValueError(f"kv_segment_ids must be given: q and k have {q_len} and {k_len} tokens")
+
+  def documents(ids, kv_ids):
+    return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
+
+  slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+  # The band is over positions in the row, as everywhere in this function; padding stays zero.
+  return jnp.concatenate(
+    [slices[..., :4], jnp.broadcast_to(np.array(band, np.int32), (*slices.shape[:2], 2))], axis=-1
+  )

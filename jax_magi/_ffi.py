@@ -1,0 +1,90 @@
+"""The native kernels as JAX functions. Only this file knows the FFI's target names.
+
+Each op has one target name; each platform registers its handler under it.
+
+    b: batch, or 1 for `slices` shared by the whole batch
+    q, dout     [b, q_len, num_q_heads, dim]        lse, delta (backward) [b, num_q_heads, q_len]
+    k, v        [b, k_len, num_kv_heads, dim]       lse (forward)         [b, q_len, num_q_heads]
+    slices      [b, num_slices, 6]                  sink, max_logits      [b, num_q_heads]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi import _cpu
+from jax_magi._varying import vary_together
+
+_FORWARD = "jax_magi_attention_forward"
+_BACKWARD = "jax_magi_attention_backward"
+
+# JAX's lowering platform -> its native kernels' module. A build without nvcc has no `_cuda`.
+_MODULES: dict[str, Any] = {"cpu": _cpu}
+
+PLATFORMS = tuple(_MODULES)
+
+for _platform, _module in _MODULES.items():
+  for _name, _handler in _module.handlers().items():
+    jax.ffi.register_ffi_target(_name, _handler, platform=_platform)
+
+
+def _call(name: str, operands: tuple[Any, ...], results: Any, **attributes: Any) -> Any:
+  # Results vary over the mesh axes of the operands; a bare ShapeDtypeStruct would claim that they
+  # are replicated.
+  operands = vary_together(*operands)
+  like = jax.typeof(operands[0])
+  types = [
+    like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in results
+  ]
+  return jax.ffi.ffi_call(name, types)(*operands, **attributes)
+
+
+def attention_forward(
+  q, k, v, slices, sink, *, softmax_scale: float, softcap: float, sm_margin: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns out, lse, max_logits."""
+  batch, q_len, num_q_heads, _ = q.shape
+  return _call(
+    _FORWARD,
+    (q, k, v, slices, sink),
+    [
+      ((batch, q_len, num_q_heads, v.shape[-1]), q.dtype),
+      ((batch, q_len, num_q_heads), np.float32),
+      ((batch, num_q_heads), np.float32),
+    ],
+    # Attributes are typed strictly.
+    softmax_scale=np.float32(softmax_scale),
+    softcap=np.float32(softcap),
+    sm_margin=np.int32(sm_margin),
+  )
+
+
+def attention_backward(
+  q,
+  k,
+  v,
+  dout,
+  lse,
+  delta,
+  slices,
+  *,
+  softmax_scale: float,
+  softcap: float,
+  deterministic: bool,
+  sm_margin: int,
+  dkv_dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns dq in float32, dk and dv in `dkv_dtype`."""
+  return _call(
+    _BACKWARD,
+    (q, k, v, dout, lse, delta, slices),
+    [(q.shape, np.float32), (k.shape, dkv_dtype), (v.shape, dkv_dtype)],
+    softmax_scale=np.float32(softmax_scale),
+    softcap=np.float32(softcap),
+    deterministic=bool(deterministic),
+    sm_margin=np.int32(sm_margin),
+  )

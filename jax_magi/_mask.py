@@ -1,0 +1,544 @@
+"""Attention masks as lists of banded rectangles."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A band without this edge. Sequence lengths stay below it.
+UNBOUNDED = 2**30
+
+# Columns of a slice.
+_Q_BEGIN, _Q_END, _K_BEGIN, _K_END, _LO, _HI = range(6)
+
+# Rows drawn per slice: more than a figure has pixels.
+_MAX_PLOT_ROWS = 2048
+
+# Pairs of slices compared at once by the overlap check, to bound its memory.
+_MAX_PAIRS = 1 << 22
+
+
+class MaskType(enum.IntFlag):
+  """The four classic shapes of a range pair, as bits.
+
+  CAUSAL is aligned to the bottom right corner of its rectangle, INV_CAUSAL to the top left one;
+  BI_CAUSAL is both at once.
+
+      FULL      CAUSAL    INV_CAUSAL  BI_CAUSAL
+      # # # #   # # . .   # # # #     # # . .
+      # # # #   # # # .   . # # #     . # # .
+      # # # #   # # # #   . . # #     . . # #
+  """
+
+  FULL = 0
+  CAUSAL = 1
+  INV_CAUSAL = 2
+  BI_CAUSAL = 3
+
+
+def concrete(x: Any) -> np.ndarray | None:
+  """The value of `x` as a numpy array, or None where only its type is known (a tracer)."""
+  if isinstance(x, jax.core.Tracer):
+    return None
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return None
+  return np.asarray(x)
+
+
+def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
+  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
+  value = concrete(x)
+  if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
+    value = np.zeros([0 if isinstance(n, str) else n for n in shape], np.int32)
+  array = x if value is None else value
+  if not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
+  if array.ndim != len(shape) or any(
+    isinstance(n, int) and n != size for n, size in zip(shape, array.shape, strict=True)
+  ):
+    expected = "[" + ", ".join(str(n) for n in shape) + "]"
+    raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
+  if value is None:
+    return array.astype(jnp.int32)
+  if value.size and (value.max() > UNBOUNDED or value.min() < -UNBOUNDED):
+    raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")
+  return value.astype(np.int32)
+
+
+def _check_length(name: str, length: Any) -> int:
+  if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+    raise ValueError(f"{name} must be a static integer, got {length!r}")
+  if not 0 <= length < UNBOUNDED:
+    raise ValueError(f"{name} must lie in [0, 2**30), got {length}")
+  return int(length)
+
+
+def _check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
+  bad = (begin < 0) | (end > length) | (begin > end)
+  if bad.any():
+    i = int(np.argmax(bad))
+    what = "is reversed" if begin[i] > end[i] else f"is not inside [0, {length})"
+    raise ValueError(f"{name}[{i}] = [{begin[i]}, {end[i]}) {what}")
+
+
+def _check_disjoint(slices: np.ndarray) -> None:
+  """Raises if two slices share a pair."""
+  sizes = area_of(slices)
+  index = np.flatnonzero(sizes)
+  order = index[np.argsort(slices[index, _Q_BEGIN], kind="stable")]
+  s = slices[order].astype(np.int64)
+  # Sorted by first row, slice i can only meet the ones that begin before it ends.
+  last = np.searchsorted(s[:, _Q_BEGIN], s[:, _Q_END])
+  counts = np.maximum(last - np.arange(len(s)) - 1, 0)
+  stops = np.cumsum(counts)
+  first = 0
+  while first < len(s):
+    until = int(np.searchsorted(stops, stops[first] - counts[first] + _MAX_PAIRS, side="right"))
+    until = max(until, first + 1)
+    a = np.repeat(np.arange(first, until), counts[first:until])
+    starts = np.repeat(stops[first:until] - counts[first:until], counts[first:until])
+    b = a + 1 + np.arange(len(a)) + (stops[first] - counts[first]) - starts
+    q_begin = np.maximum(s[a, _Q_BEGIN], s[b, _Q_BEGIN])
+    q_end = np.minimum(s[a, _Q_END], s[b, _Q_END])
+    k_begin = np.maximum(s[a, _K_BEGIN], s[b, _K_BEGIN])
+    k_end = np.minimum(s[a, _K_END], s[b, _K_END])
+    # Every j - i between the corners of the common rectangle occurs in it.
+    lo = np.maximum(np.maximum(s[a, _LO], s[b, _LO]), k_begin - q_end + 1)
+    hi = np.minimum(np.minimum(s[a, _HI], s[b, _HI]), k_end - 1 - q_begin)
+    shared = (q_begin < q_end) & (k_begin < k_end) & (lo <= hi)
+    if shared.any():
+      pair = int(np.argmax(shared))
+      i, j = sorted((int(order[a[pair]]), int(order[b[pair]])))
+      raise ValueError(
+        f"slices {i} and {j} overlap, and a pair of tokens may be covered only once: "
+        f"{slices[i].tolist()} and {slices[j].tolist()} (q_begin, q_end, k_begin, k_end, lo, hi)"
+      )
+    first = until
+
+
+def area_of(slices: Any) -> Any:
+  """Number of visible pairs of each slice: int64 for numpy slices, float32 for traced ones."""
+  xp: Any = np if isinstance(slices, np.ndarray) else jnp
+  s = slices.astype(np.int64 if xp is np else np.float32)
+  height = xp.maximum(s[..., _Q_END] - s[..., _Q_BEGIN], 0)
+  width = xp.maximum(s[..., _K_END] - s[..., _K_BEGIN], 0)
+  corner = s[..., _K_BEGIN] - s[..., _Q_BEGIN]
+
+  def triangle(n):
+    n = xp.maximum(n, 0)
+    return n * (n + 1) // 2
+
+  def pairs_up_to(x):  # Pairs with j - i <= x, counted from the rectangle's corner.
+    x = xp.clip(x - corner, -height, width)
+    return triangle(x + height) - triangle(x) - triangle(x + height - width) + triangle(x - width)
+
+  return xp.maximum(pairs_up_to(s[..., _HI]) - pairs_up_to(s[..., _LO] - 1), 0)
+
+
+def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
+  """Whether any of `slices` ([n, 6]) shows pair (rows, keys); the two broadcast together."""
+  s = slices.reshape(slices.shape[0], 6, *(1,) * max(jnp.ndim(rows), jnp.ndim(keys)))
+  diagonal = keys - rows
+  return jnp.any(
+    (s[:, _Q_BEGIN] <= rows)
+    & (rows < s[:, _Q_END])
+    & (s[:, _K_BEGIN] <= keys)
+    & (keys < s[:, _K_END])
+    & (s[:, _LO] <= diagonal)
+    & (diagonal <= s[:, _HI]),
+    axis=0,
+  )
+
+
+def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:
+  """Whether any of `slices` shows a pair of the tile [q_begin, q_end) x [k_begin, k_end)."""
+  q_begin = jnp.maximum(slices[:, _Q_BEGIN], q_begin)
+  q_end = jnp.minimum(slices[:, _Q_END], q_end)
+  k_begin = jnp.maximum(slices[:, _K_BEGIN], k_begin)
+  k_end = jnp.minimum(slices[:, _K_END], k_end)
+  lo = jnp.maximum(slices[:, _LO], k_begin - q_end + 1)
+  hi = jnp.minimum(slices[:, _HI], k_end - 1 - q_begin)
+  return jnp.any((q_begin < q_end) & (k_begin < k_end) & (lo <= hi))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AttentionMask:
+  """Which keys each query sees: a list of banded rectangles ("slices").
+
+  Pair (i, j) of query and key is visible iff some slice has
+
+      q_begin <= i < q_end,   k_begin <= j < k_end,   lo <= j - i <= hi.
+
+  The mask is data: `slices` may be traced, and new slices of the same shape never recompile.
+  Slices of zeros are padding and cost nothing.
+
+  No pair may be covered by two slices. Concrete slices are checked when the mask is made; traced
+  ones cannot be, and a pair covered twice would then count twice in the softmax.
+
+  Attributes:
+    slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
+      band edge is -2**30 or 2**30.
+    q_len: number of queries (static).
+    k_len: number of keys (static).
+  """
+
+  slices: np.ndarray | jax.Array
+  q_len: int
+  k_len: int
+
+  def __post_init__(self):
+    set_field = object.__setattr__  # The class is frozen for its users.
+    set_field(self, "q_len", _check_length("q_len", self.q_len))
+    set_field(self, "k_len", _check_length("k_len", self.k_len))
+    slices = as_int32("slices", self.slices, ("num_slices", 6))
+    if isinstance(slices, np.ndarray):
+      _check_ranges("q range of slices", slices[:, _Q_BEGIN], slices[:, _Q_END], self.q_len)
+      _check_ranges("k range of slices", slices[:, _K_BEGIN], slices[:, _K_END], self.k_len)
+      _check_disjoint(slices)
+    set_field(self, "slices", slices)
+
+  # --- pytree: slices are the leaf, lengths are static ---
+
+  def tree_flatten_with_keys(self):
+    """For JAX."""
+    return ((jax.tree_util.GetAttrKey("slices"), self.slices),), (self.q_len, self.k_len)
+
+  @classmethod
+  def tree_unflatten(cls, lengths, leaves):
+    """For JAX. Leaves may be anything here, so nothing is checked."""
+    mask = object.__new__(cls)
+    for name, value in zip(("slices", "q_len", "k_len"), (*leaves, *lengths), strict=True):
+      object.__setattr__(mask, name, value)
+    return mask
+
+  # --- constructors ---
+
+  @classmethod
+  def full(cls, q_len: int, k_len: int | None = None) -> AttentionMask:
+    """Every query sees every key."""
+    return cls.sliding_window(q_len, k_len, left=None, right=None)
+
+  @classmethod
+  def causal(cls, q_len: int, k_len: int | None = None) -> AttentionMask:
+    """Each query sees the keys up to its own; the last query sees the last key."""
+    return cls.sliding_window(q_len, k_len, left=None, right=0)
+
+  @classmethod
+  def sliding_window(
+    cls, q_len: int, k_len: int | None = None, *, left: int | None, right: int | None = 0
+  ) -> AttentionMask:
+    """Each query sees `left` keys before its own and `right` after it; None is no limit.
+
+    The last query's own key is the last one (bottom right alignment).
+    """
+    q_len = _check_length("q_len", q_len)
+    k_len = q_len if k_len is None else _check_length("k_len", k_len)
+    lo, hi = _window_band(left, right)
+    return cls(np.array([_banded(0, q_len, 0, k_len, k_len - q_len, lo, hi)]), q_len, k_len)
+
+  @classmethod
+  def from_ranges(
+    cls,
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_type_map: Any = None,
+    *,
+    q_len: int | None = None,
+    k_len: int | None = None,
+  ) -> AttentionMask:
+    """One slice per pair of ranges.
+
+    Args:
+      q_ranges: int `[n, 2]`, half open.
+      k_ranges: int `[n, 2]`, half open.
+      attn_type_map: int `[n]` of `MaskType`; None is FULL.
+      q_len: number of queries; may be left out for concrete ranges (the largest end).
+      k_len: number of keys, likewise.
+    """
+    q_ranges = as_int32("q_ranges", q_ranges, ("n", 2))
+    k_ranges = as_int32("k_ranges", k_ranges, (q_ranges.shape[0], 2))
+    if attn_type_map is None:
+      attn_type_map = np.zeros(q_ranges.shape[0], np.int32)
+    types = as_int32("attn_type_map", attn_type_map, (q_ranges.shape[0],))
+    q_len = _length_or_largest("q_len", q_len, q_ranges)
+    k_len = _length_or_largest("k_len", k_len, k_ranges)
+    if isinstance(types, np.ndarray) and ((types < 0) | (types > 3)).any():
+      i = int(np.argmax((types < 0) | (types > 3)))
+      raise ValueError(f"attn_type_map[{i}] must be a MaskType in 0 .. 3, got {types[i]}")
+    for name, ranges, length in (("q_ranges", q_ranges, q_len), ("k_ranges", k_ranges, k_len)):
+      if isinstance(ranges, np.ndarray):
+        _check_ranges(name, ranges[:, 0], ranges[:, 1], length)
+
+    xp: Any = np if all(isinstance(x, np.ndarray) for x in (q_ranges, k_ranges, types)) else jnp
+    lo = xp.where(types & MaskType.INV_CAUSAL, k_ranges[:, 0] - q_ranges[:, 0], -UNBOUNDED)
+    hi = xp.where(types & MaskType.CAUSAL, k_ranges[:, 1] - q_ranges[:, 1], UNBOUNDED)
+    bands = xp.stack([lo, hi], axis=1).astype(np.int32)
+    return cls(xp.concatenate([q_ranges, k_ranges, bands], axis=1), q_len, k_len)
+
+  @classmethod
+  def from_cu_seqlens(
+    cls,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    causal: bool = False,
+    q_len: int | None = None,
+    k_len: int | None = None,
+  ) -> AttentionMask:
+    """Packed documents, given by cumulative lengths `[num_documents + 1]` that begin with 0."""
+    cu_q = as_int32("cu_seqlens_q", cu_seqlens_q, ("num_documents + 1",))
+    if cu_seqlens_k is None:
+      cu_k, k_len = cu_q, q_len if k_len is None else k_len
+    else:
+      cu_k = as_int32("cu_seqlens_k", cu_seqlens_k, cu_q.shape)
+    if cu_q.shape[0] == 0:
+      raise ValueError("cu_seqlens_q must begin with 0, got no entries")
+    ranges = [
+      (np if isinstance(cu, np.ndarray) else jnp).stack([cu[:-1], cu[1:]], axis=1)
+      for cu in (cu_q, cu_k)
+    ]
+    mask_type = MaskType.CAUSAL if causal else MaskType.FULL
+    types = np.full(cu_q.shape[0] - 1, mask_type, np.int32)
+    return cls.from_ranges(*ranges, types, q_len=q_len, k_len=k_len)
+
+  @classmethod
+  def from_segment_ids(
+    cls,
+    ids: Any,
+    max_segments: int,
+    *,
+    kv_ids: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+  ) -> AttentionMask:
+    """Packed documents, given by each token's document number; traced ids are welcome.
+
+    Tokens see the tokens of their own document. Each document's tokens must be contiguous; for
+    concrete ids that is checked. For traced ids it is not, and tokens with a number above
+    `max_segments` see nothing.
+
+    Args:
+      ids: int `[q_len]` in 0 .. max_segments; 0 is padding, which sees nothing.
+      max_segments: the number of slices (static).
+      kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
+      causal: keys after the query are hidden, each document's last tokens aligned.
+      window: (left, right), as in `sliding_window`, inside each document.
+    """
+    max_segments = _check_length("max_segments", max_segments)
+    ids = as_int32("ids", ids, ("q_len",))
+    key_ids = ids if kv_ids is None else as_int32("kv_ids", kv_ids, ("k_len",))
+    q_begin, q_end = _segment_bounds("ids", ids, max_segments)
+    k_begin, k_end = _segment_bounds("kv_ids", key_ids, max_segments)
+    xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
+    lo, hi = (None, None) if window is None else _window_band(*window)
+    if causal:
+      hi = 0 if hi is None else min(hi, 0)
+    diagonal = k_end - q_end
+    slices = [
+      q_begin,
+      q_end,
+      k_begin,
+      k_end,
+      xp.full_like(diagonal, -UNBOUNDED) if lo is None else diagonal + lo,
+      xp.full_like(diagonal, UNBOUNDED) if hi is None else diagonal + hi,
+    ]
+    # A document without queries or without keys becomes padding.
+    absent = (q_begin >= q_end) | (k_begin >= k_end)
+    stacked = xp.where(absent[:, None], 0, xp.stack(slices, axis=1)).astype(np.int32)
+    return cls(stacked, ids.shape[0], key_ids.shape[0])
+
+  @classmethod
+  def prefix_lm(cls, prefix_len: int, length: int) -> AttentionMask:
+    """The first `prefix_len` tokens see each other; the others see all tokens up to themselves."""
+    prefix_len = _check_length("prefix_len", prefix_len)
+    length = _check_length("length", length)
+    if prefix_len > length:
+      raise ValueError(f"prefix_len must be at most length = {length}, got {prefix_len}")
+    ranges = [[0, prefix_len], [prefix_len, length]]
+    return cls.from_ranges(
+      ranges,
+      [[0, prefix_len], [0, length]],
+      [MaskType.FULL, MaskType.CAUSAL],
+      q_len=length,
+      k_len=length,
+    )
+
+  @classmethod
+  def block_causal(cls, block_size: int, length: int) -> AttentionMask:
+    """Tokens see all blocks up to and including their own, whole."""
+    block_size = _check_length("block_size", block_size)
+    length = _check_length("length", length)
+    if block_size == 0:
+      raise ValueError("block_size must be positive, got 0")
+    begin = np.arange(0, length, block_size)
+    end = np.minimum(begin + block_size, length)
+    return cls.from_ranges(
+      np.stack([begin, end], axis=1),
+      np.stack([np.zeros_like(end), end], axis=1),
+      q_len=length,
+      k_len=length,
+    )
+
+  @classmethod
+  def shared_question(cls, question_len: int, answer_lens: Any) -> AttentionMask:
+    """One question, then several answers that each see the question and themselves, causally."""
+    answers = as_int32("answer_lens", answer_lens, ("num_answers",))
+    if not isinstance(answers, np.ndarray):
+      raise ValueError("answer_lens must be concrete: the mask's length depends on them")
+    question_len = _check_length("question_len", question_len)
+    bounds = question_len + np.concatenate([[0], np.cumsum(answers)])
+    own = np.stack([bounds[:-1], bounds[1:]], axis=1)
+    question = np.broadcast_to([[0, question_len]], own.shape)
+    length = int(bounds[-1])
+    return cls.from_ranges(
+      np.concatenate([[[0, question_len]], own, own]),
+      np.concatenate([[[0, question_len]], own, question]),
+      [MaskType.CAUSAL] * (1 + len(own)) + [MaskType.FULL] * len(own),
+      q_len=length,
+      k_len=length,
+    )
+
+  # --- new masks from old ---
+
+  def __add__(self, other: AttentionMask) -> AttentionMask:
+    """The disjoint union."""
+    if not isinstance(other, AttentionMask):
+      return NotImplemented
+    if (self.q_len, self.k_len) != (other.q_len, other.k_len):
+      raise ValueError(
+        f"masks to add must have the same lengths, got {self.q_len} x {self.k_len} "
+        f"and {other.q_len} x {other.k_len}"
+      )
+    both = [self.slices, other.slices]
+    xp: Any = np if all(isinstance(s, np.ndarray) for s in both) else jnp
+    return AttentionMask(xp.concatenate(both), self.q_len, self.k_len)
+
+  def crop(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> AttentionMask:
+    """The mask inside a window of the score matrix, as a mask of its own.
+
+    The window may reach past the mask, where nothing is visible. The number of slices stays.
+    """
+    xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
+    s = self.slices
+    q_len, k_len = q_end - q_begin, k_end - k_begin
+    q = xp.clip(s[:, _Q_BEGIN : _Q_END + 1] - q_begin, 0, q_len)
+    k = xp.clip(s[:, _K_BEGIN : _K_END + 1] - k_begin, 0, k_len)
+    bands = s[:, _LO : _HI + 1]
+    shifted = xp.clip(bands - (k_begin - q_begin), -UNBOUNDED, UNBOUNDED)
+    bands = xp.where(abs(bands) >= UNBOUNDED, bands, shifted)
+    return AttentionMask(xp.concatenate([q, k, bands], axis=1), q_len, k_len)
+
+  def pad(self, num_slices: int) -> AttentionMask:
+    """The same mask with zero slices appended, up to `num_slices`."""
+    missing = num_slices - self.slices.shape[0]
+    if missing < 0:
+      raise ValueError(f"the mask has {self.slices.shape[0]} slices, more than {num_slices}")
+    xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
+    slices = xp.concatenate([self.slices, xp.zeros((missing, 6), np.int32)])
+    return AttentionMask(slices, self.q_len, self.k_len)
+
+  # --- looking at it ---
+
+  def to_dense(self) -> np.ndarray | jax.Array:
+    """bool `[q_len, k_len]`, True where visible; numpy if the slices are concrete."""
+    if not isinstance(self.slices, np.ndarray):
+      rows = jnp.arange(self.q_len)[:, None]
+      return visible(self.slices, rows, jnp.arange(self.k_len)[None, :])
+    dense = np.zeros((self.q_len, self.k_len), bool)
+    for q_begin, q_end, k_begin, k_end, lo, hi in self.slices.tolist():
+      diagonal = np.arange(k_begin, k_end)[None, :] - np.arange(q_begin, q_end)[:, None]
+      dense[q_begin:q_end, k_begin:k_end] |= (lo <= diagonal) & (diagonal <= hi)
+    return dense
+
+  def area(self) -> int | jax.Array:
+    """Number of visible pairs: an exact int for concrete slices, else a float32 scalar."""
+    total = area_of(self.slices).sum()
+    return int(total) if isinstance(self.slices, np.ndarray) else total
+
+  def plot(self, ax: Any = None, *, title: str | None = None) -> Any:
+    """Draws the mask, one colour per slice, and returns the matplotlib axes.
+
+    Needs concrete slices and matplotlib (`pip install jax-magi[plot]`).
+    """
+    slices = concrete(self.slices)
+    if slices is None:
+      raise ValueError("plot needs concrete slices, got traced ones")
+    import matplotlib.pyplot as plt
+
+    if ax is None:
+      ax = plt.figure(figsize=(4, 4), layout="constrained").add_subplot()
+    colors = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    for i, (q_begin, q_end, k_begin, k_end, lo, hi) in enumerate(slices.tolist()):
+      num_rows = min(q_end - q_begin, _MAX_PLOT_ROWS)
+      rows = np.unique(np.linspace(q_begin, q_end - 1, max(num_rows, 0)).astype(int))
+      begin, end = np.maximum(k_begin, rows + lo), np.minimum(k_end, rows + hi + 1)
+      # Each row is a band of height one: the last one needs its lower edge drawn.
+      edges = np.append(rows, q_end)
+      begin, end = np.append(begin, begin[-1:]), np.append(end, end[-1:])
+      ax.fill_betweenx(
+        edges[: len(begin)], begin, end, where=end > begin, step="post", color=colors[i % 10], lw=0
+      )
+    ax.set(xlim=(0, max(self.k_len, 1)), ylim=(max(self.q_len, 1), 0))
+    ax.set(xlabel="key", ylabel="query", title=title, aspect="equal")
+    return ax
+
+  def __repr__(self) -> str:
+    shape = f"{self.q_len} x {self.k_len}, {self.slices.shape[0]} slices"
+    if isinstance(self.slices, np.ndarray) and self.slices.ndim == 2:
+      return f"AttentionMask({shape}, {self.area()} visible pairs)"
+    return f"AttentionMask({shape}, traced)"
+
+
+def _window_band(left: int | None, right: int | None) -> tuple[int | None, int | None]:
+  """(left, right) as band offsets from the diagonal; None is no limit."""
+  for name, size in (("left", left), ("right", right)):
+    if size is None:
+      continue
+    if not isinstance(size, (int, np.integer)) or not 0 <= size < UNBOUNDED:
+      raise ValueError(f"{name} must be None or an integer in [0, 2**30), got {size!r}")
+  return None if left is None else -int(left), None if right is None else int(right)
+
+
+def _banded(q_begin, q_end, k_begin, k_end, diagonal, lo, hi) -> list[int]:
+  """A slice whose band is given as offsets from `diagonal`; None is no limit."""
+  lo = -UNBOUNDED if lo is None else max(diagonal + lo, -UNBOUNDED)
+  hi = UNBOUNDED if hi is None else min(diagonal + hi, UNBOUNDED)
+  return [q_begin, q_end, k_begin, k_end, lo, hi]
+
+
+def _length_or_largest(name: str, length: int | None, ranges: np.ndarray | jax.Array) -> int:
+  if length is not None:
+    return _check_length(name, length)
+  if not isinstance(ranges, np.ndarray):
+    raise ValueError(f"{name} must be given when the ranges are traced")
+  return max(int(ranges.max(initial=0)), 0)
+
+
+def _segment_bounds(name: str, ids: Any, max_segments: int) -> tuple[Any, Any]:
+  """First token and one past the last of segments 1 .. max_segments; begin >= end if absent."""
+  positions = np.arange(ids.shape[0], dtype=np.int32)
+  if not isinstance(ids, np.ndarray):
+    # Out-of-range ids are dropped by the segment operations.
+    begin = jax.ops.segment_min(positions, ids, max_segments + 1)
+    end = jax.ops.segment_max(positions, ids, max_segments + 1) + 1
+    absent = begin >= ids.shape[0]
+    return jnp.where(absent, 0, begin)[1:], jnp.where(absent, 0, end)[1:]
+  if ids.size and (ids.min() < 0 or ids.max() > max_segments):
+    raise ValueError(
+      f"{name} must lie in 0 .. max_segments = {max_segments}, got {ids.min()} .. {ids.max()}"
+    )
+  counts = np.bincount(ids, minlength=max_segments + 1)[1:]
+  begin = np.full(max_segments + 1, ids.shape[0], np.int32)
+  np.minimum.at(begin, ids, positions)
+  end = np.zeros(max_segments + 1, np.int32)
+  np.maximum.at(end, ids, positions + 1)
+  begin, end = np.where(counts > 0, begin[1:], 0), end[1:]
+  if (split := (end - begin != counts)).any():
+    raise ValueError(f"{name} must keep each segment contiguous; {np.argmax(split) + 1} is not")
+  return begin, end

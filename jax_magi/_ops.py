@@ -1,0 +1,156 @@
+"""Attention as a differentiable JAX op over a batch: the layer between checks and kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+
+from jax_magi import _blockwise, _ffi
+from jax_magi._sharding import keep_batch_and_heads
+
+# Names of the saved residuals, for `jax.checkpoint` policies.
+CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+  """What is static about a call."""
+
+  softmax_scale: float
+  softcap: float
+  deterministic: bool
+  sm_margin: int
+  implementation: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(config: AttentionConfig, q, k, v, slices, sink):
+  """Attention over a batch.
+
+  Args:
+    config: see `AttentionConfig`.
+    q: `[batch, q_len, num_q_heads, head_dim]`.
+    k: `[batch, k_len, num_kv_heads, head_dim]`.
+    v: `[batch, k_len, num_kv_heads, value_dim]`.
+    slices: int32 `[batch or 1, num_slices, 6]`.
+    sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
+
+  Returns:
+    out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
+    `[batch, num_q_heads]`; the latter has no gradient.
+  """
+  return _forward(config)(q, k, v, slices, sink)
+
+
+def _attention_fwd(config, q, k, v, slices, sink):
+  out, lse, max_logits = _forward(config)(q, k, v, slices, sink)
+  # Named before both uses, so that a policy that keeps them keeps what the caller sees.
+  out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
+  return (out, lse, max_logits), (q, k, v, slices, sink, out, lse)
+
+
+def _attention_bwd(config, residuals, cotangents):
+  q, k, v, slices, sink, out, lse = residuals
+  dout, dlse, _ = cotangents
+  # With P = softmax(S), dS = P * (dP - delta); the gradient of lse adds P * dlse.
+  delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1) - dlse
+  sink_probability = jnp.exp(sink[:, None, :] - lse)
+  dsink = -jnp.sum(jnp.where(lse == -jnp.inf, 0.0, sink_probability * delta), axis=1)
+  rows_last = (0, 2, 1)
+  dq, dk, dv = _backward(config, k.dtype)(
+    q, k, v, dout, lse.transpose(rows_last), delta.transpose(rows_last), slices
+  )
+  return dq.astype(q.dtype), dk, dv, None, dsink
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+# --- The two kernel calls, each usable under vmap and jit with shardings ---
+
+
+@functools.lru_cache(maxsize=None)
+def _forward(config: AttentionConfig) -> Callable:
+  math = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
+  native = functools.partial(_ffi.attention_forward, **math, sm_margin=config.sm_margin)
+  return _fold_batch(
+    _by_platform(
+      config.implementation,
+      native=keep_batch_and_heads(
+        lambda *operands: tuple(native(*operands)),
+        ["bqhd", "bkgd", "bkge", "bnc", "bh"],
+        ["bqhe", "bqh", "bh"],
+      ),
+      blockwise=functools.partial(_blockwise.attention_forward, **math),
+    ),
+    slices_index=3,
+  )
+
+
+@functools.lru_cache(maxsize=None)
+def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
+  math = {
+    "softmax_scale": config.softmax_scale,
+    "softcap": config.softcap,
+    "dkv_dtype": dkv_dtype,
+  }
+  native = functools.partial(
+    _ffi.attention_backward,
+    **math,
+    deterministic=config.deterministic,
+    sm_margin=config.sm_margin,
+  )
+  return _fold_batch(
+    _by_platform(
+      config.implementation,
+      native=keep_batch_and_heads(
+        lambda *operands: tuple(native(*operands)),
+        ["bqhd", "bkgd", "bkge", "bqhe", "bhq", "bhq", "bnc"],
+        ["bqhd", "bkgd", "bkge"],
+      ),
+      blockwise=functools.partial(_blockwise.attention_backward, **math),
+    ),
+    slices_index=6,
+  )
+
+
+def _by_platform(implementation: str | None, *, native: Callable, blockwise: Callable) -> Callable:
+  """The native kernel where the platform that is compiled for has one; blockwise elsewhere."""
+  if implementation == "blockwise":
+    return blockwise
+  if implementation is not None:
+    return lambda *operands: lax.platform_dependent(*operands, **{implementation: native})
+  natives = dict.fromkeys(_ffi.PLATFORMS, native)
+  return lambda *operands: lax.platform_dependent(*operands, default=blockwise, **natives)
+
+
+def _fold_batch(fun: Callable, slices_index: int) -> Callable:
+  """Makes vmap one larger batch: the mapped axis joins the leading one of every operand."""
+  folded = custom_vmap(fun)
+
+  @folded.def_vmap
+  def _(axis_size, is_mapped, *operands):
+    batch = operands[0].shape[1 if is_mapped[0] else 0]
+
+    def join(i, x):
+      if i == slices_index and not is_mapped[i] and x.shape[0] == 1:
+        return x  # Still shared by all.
+      if not is_mapped[i]:
+        x = x[None]
+      x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
+      return x.reshape(axis_size * batch, *x.shape[2:])
+
+    results = folded(*(join(i, x) for i, x in enumerate(operands)))
+    results = tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in results)
+    return results, (True,) * len(results)
+
+  return folded

@@ -1,0 +1,32 @@
+"""Varying mesh axes: what `shard_map(check_vma=True)` tracks in every array's type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def _axes(x: Any) -> frozenset[str]:
+  return getattr(jax.typeof(x), "vma", frozenset())
+
+
+def _vary(x: Any, axes: frozenset[str]) -> Any:
+  missing = tuple(sorted(axes - _axes(x)))
+  return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_together(*arrays: Any) -> tuple[Any, ...]:
+  """Makes all arrays vary over the mesh axes that any of them varies over.
+
+  JAX does this for its own operations. Where an array was replicated, autodiff then sums its
+  gradient over those axes.
+  """
+  axes = frozenset().union(*map(_axes, arrays))
+  return tuple(_vary(x, axes) for x in arrays)
+
+
+def vary_like(x: Any, like: Any) -> Any:
+  """Makes `x` vary over the mesh axes of `like`: a loop's initial carry must, to match the rest."""
+  return _vary(x, _axes(like))

@@ -1,0 +1,54 @@
+"""The specification: dense attention in plain jnp, in any dtype.
+
+Nothing in the package imports this; tests and benchmarks do. In float64 it is the truth, in a
+16-bit dtype it is the plain computation that ours is compared with.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def attention(
+  q, k, v, dense_mask, *, softmax_scale=None, softcap=0.0, sink=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Attention that computes in q's dtype throughout.
+
+  Args:
+    q: `[q_len, num_q_heads, head_dim]`.
+    k: `[k_len, num_kv_heads, head_dim]`.
+    v: `[k_len, num_kv_heads, value_dim]`.
+    dense_mask: bool `[q_len, k_len]`, True is visible.
+    softmax_scale: None is `head_dim ** -0.5`.
+    softcap: 0 is none.
+    sink: `[num_q_heads]` or `[num_sink, num_q_heads]`.
+
+  Returns:
+    out `[q_len, num_q_heads, value_dim]`, lse `[q_len, num_q_heads]`, max_logits `[num_q_heads]`.
+  """
+  scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+  group = q.shape[1] // k.shape[1]
+  k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
+  logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * jnp.asarray(scale, q.dtype)
+  mask = jnp.asarray(dense_mask)[None]
+  max_logits = jnp.where(mask, logits, -jnp.inf).max(axis=(1, 2), initial=-jnp.inf)
+  if softcap:
+    logits = softcap * jnp.tanh(logits / softcap)
+  sinks = jnp.zeros((0, q.shape[1]), q.dtype) if sink is None else jnp.atleast_2d(sink)
+  sinks = jnp.broadcast_to(sinks.astype(q.dtype).T[:, None, :], (*logits.shape[:2], len(sinks)))
+  logits = jnp.concatenate([logits, sinks], axis=-1)
+  mask = jnp.concatenate(
+    [jnp.broadcast_to(mask, logits.shape[:2] + mask.shape[2:]), sinks > -jnp.inf], -1
+  )
+
+  # Rows that see nothing must not reach a -inf - -inf, whose gradient is NaN.
+  largest = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True, initial=-jnp.inf)
+  largest = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
+  weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - largest, 0)), 0)
+  total = weights.sum(axis=-1, keepdims=True)
+  safe_total = jnp.where(total == 0, 1, total)
+  probabilities = (weights / safe_total)[..., : k.shape[0]]
+  out = jnp.einsum("hqk,khd->qhd", probabilities, v, precision="highest")
+  lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(safe_total))[..., 0].T
+  return out, lse, jax.lax.stop_gradient(max_logits)
