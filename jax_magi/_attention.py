@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 
 from jax_magi import _checks, _ops
 from jax_magi._mask import UNBOUNDED, AttentionMask, as_int32
+from jax_magi._sharding import with_auto_axes
 from jax_magi._varying import vary_together
 
 
@@ -247,7 +249,9 @@ def dot_product_attention(
 
 def _call(config, q, k, v, slices, sink):
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
-  out, lse, max_logits = _ops.attention(config, *vary_together(q, k, v, slices, sink))
+  operands = vary_together(q, k, v, slices, sink)
+  op = functools.partial(_ops.attention, config)
+  out, lse, max_logits = with_auto_axes(op, q, "bqhd", ["bqhe", "bqh", "bh"])(*operands)
   return out, lse, lax.stop_gradient(max_logits)
 
 

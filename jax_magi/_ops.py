@@ -78,7 +78,7 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 # --- The two kernel calls, each usable under vmap and jit with shardings ---
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forward(config: AttentionConfig) -> Callable:
   math = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
   native = functools.partial(_ffi.attention_forward, **math, sm_margin=config.sm_margin)
@@ -96,7 +96,7 @@ def _forward(config: AttentionConfig) -> Callable:
   )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
   math = {
     "softmax_scale": config.softmax_scale,

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 # Dimension letters with a meaning. Any other letter is a dimension that is never split.
 _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
@@ -60,10 +61,12 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     factors = {_BATCH: "batch"}
     if num_kv_heads > 1:
       factors |= {_KV_HEADS: "heads", _Q_HEADS: "(heads group)" if is_grouped else "heads"}
-    whole = ["group"] if "group" in factors.get(_Q_HEADS, "") else []
+    whole: list[str] = []  # Factors that stay in one piece, in order of appearance.
 
     def name(letter, size):
       if letter in factors and not (letter == _BATCH and size == 1):
+        if "group" in factors[letter] and "group" not in whole:
+          whole.append("group")
         return factors[letter]
       whole.append(f"whole{len(whole)}")
       return whole[-1]
@@ -81,6 +84,22 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
   partitioned = custom_partitioning(fun)
   partitioned.def_partition(partition=partition, sharding_rule=sharding_rule)
   return partitioned
+
+
+def with_auto_axes(fun: Callable, q: Any, q_dims: str, results: list[str]) -> Callable:
+  """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
+
+  The results keep the sharding that q's type gives to batch and heads.
+  """
+  sharding = jax.typeof(q).sharding
+  axis_types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+  explicit = tuple(name for name, kind in axis_types.items() if kind == AxisType.Explicit)
+  if not explicit:
+    return fun
+  axes = dict(zip(q_dims, sharding.spec, strict=True))
+  kept = {letter: axes[letter] for letter in (_BATCH, _Q_HEADS)}
+  out_sharding = tuple(PartitionSpec(*map(kept.get, letters)) for letters in results)
+  return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=out_sharding)
 
 
 def _num_shards(mesh: Any, axes: Any) -> int:

@@ -9,7 +9,7 @@ from jax import lax
 
 
 def _axes(x: Any) -> frozenset[str]:
-  return getattr(jax.typeof(x), "vma", frozenset())
+  return jax.typeof(x).manual_axis_type.varying
 
 
 def _vary(x: Any, axes: frozenset[str]) -> Any:
