@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 
 from jax_magi import _checks, _ops
-from jax_magi._mask import UNBOUNDED, AttentionMask, as_int32
+from jax_magi._mask import AttentionMask
 from jax_magi._sharding import with_auto_axes
+from jax_magi._slices import UNBOUNDED, as_int32
 from jax_magi._varying import vary_together
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_magi._mask import touches, visible
+from jax_magi._slices import touches, visible
 from jax_magi._varying import vary_like, vary_together
 
 # Large enough to keep matrix units busy, small enough that a block of scores fits in cache.
@@ -152,11 +152,11 @@ def _forward(q, k, v, slices, sink, softmax_scale, softcap):
     return jnp.moveaxis(out, 2, 0).astype(q.dtype), jnp.moveaxis(lse, 2, 0), max_logits
 
   out, lse, max_logits = lax.map(q_block, (_begins(q_blocks), q_blocks))
-  return (
-    _unblock(out, q_len).reshape(q_len, num_q_heads, value_dim),
-    _unblock(lse, q_len).reshape(q_len, num_q_heads),
-    max_logits.max(axis=0, initial=-jnp.inf).reshape(num_q_heads),
-  )
+  lse = _unblock(lse, q_len).reshape(q_len, num_q_heads)
+  max_logits = max_logits.max(axis=0, initial=-jnp.inf).reshape(num_q_heads)
+  # XLA's maximum may drop NaN. A NaN logit must not look like a healthy head.
+  max_logits = jnp.where(jnp.isnan(lse).any(axis=0), jnp.nan, max_logits)
+  return _unblock(out, q_len).reshape(q_len, num_q_heads, value_dim), lse, max_logits
 
 
 def _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi import _ffi
-from jax_magi._mask import UNBOUNDED, AttentionMask
+from jax_magi._mask import AttentionMask
 from jax_magi._ops import AttentionConfig
+from jax_magi._slices import UNBOUNDED
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _IMPLEMENTATIONS = (None, "cpu", "cuda", "blockwise")

@@ -10,17 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A band without this edge. Sequence lengths stay below it.
-UNBOUNDED = 2**30
-
-# Columns of a slice.
-_Q_BEGIN, _Q_END, _K_BEGIN, _K_END, _LO, _HI = range(6)
+from jax_magi._slices import (
+  HI,
+  K_BEGIN,
+  K_END,
+  LO,
+  Q_BEGIN,
+  Q_END,
+  UNBOUNDED,
+  area_of,
+  as_int32,
+  check_disjoint,
+  check_length,
+  check_ranges,
+  concrete,
+  segment_bounds,
+  visible,
+)
 
 # Rows drawn per slice: more than a figure has pixels.
 _MAX_PLOT_ROWS = 2048
-
-# Pairs of slices compared at once by the overlap check, to bound its memory.
-_MAX_PAIRS = 1 << 22
 
 
 class MaskType(enum.IntFlag):
@@ -39,131 +48,6 @@ class MaskType(enum.IntFlag):
   CAUSAL = 1
   INV_CAUSAL = 2
   BI_CAUSAL = 3
-
-
-def concrete(x: Any) -> np.ndarray | None:
-  """The value of `x` as a numpy array, or None where only its type is known (a tracer)."""
-  if isinstance(x, jax.core.Tracer):
-    return None
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    return None
-  return np.asarray(x)
-
-
-def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
-  value = concrete(x)
-  if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
-    value = np.zeros([0 if isinstance(n, str) else n for n in shape], np.int32)
-  array = x if value is None else value
-  if not jnp.issubdtype(array.dtype, jnp.integer):
-    raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
-  if array.ndim != len(shape) or any(
-    isinstance(n, int) and n != size for n, size in zip(shape, array.shape, strict=True)
-  ):
-    expected = "[" + ", ".join(str(n) for n in shape) + "]"
-    raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
-  if value is None:
-    return array.astype(jnp.int32)
-  if value.size and (value.max() > UNBOUNDED or value.min() < -UNBOUNDED):
-    raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")
-  return value.astype(np.int32)
-
-
-def _check_length(name: str, length: Any) -> int:
-  if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-    raise ValueError(f"{name} must be a static integer, got {length!r}")
-  if not 0 <= length < UNBOUNDED:
-    raise ValueError(f"{name} must lie in [0, 2**30), got {length}")
-  return int(length)
-
-
-def _check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
-  bad = (begin < 0) | (end > length) | (begin > end)
-  if bad.any():
-    i = int(np.argmax(bad))
-    what = "is reversed" if begin[i] > end[i] else f"is not inside [0, {length})"
-    raise ValueError(f"{name}[{i}] = [{begin[i]}, {end[i]}) {what}")
-
-
-def _check_disjoint(slices: np.ndarray) -> None:
-  """Raises if two slices share a pair."""
-  sizes = area_of(slices)
-  index = np.flatnonzero(sizes)
-  order = index[np.argsort(slices[index, _Q_BEGIN], kind="stable")]
-  s = slices[order].astype(np.int64)
-  # Sorted by first row, slice i can only meet the ones that begin before it ends.
-  last = np.searchsorted(s[:, _Q_BEGIN], s[:, _Q_END])
-  counts = np.maximum(last - np.arange(len(s)) - 1, 0)
-  stops = np.cumsum(counts)
-  first = 0
-  while first < len(s):
-    until = int(np.searchsorted(stops, stops[first] - counts[first] + _MAX_PAIRS, side="right"))
-    until = max(until, first + 1)
-    a = np.repeat(np.arange(first, until), counts[first:until])
-    starts = np.repeat(stops[first:until] - counts[first:until], counts[first:until])
-    b = a + 1 + np.arange(len(a)) + (stops[first] - counts[first]) - starts
-    q_begin = np.maximum(s[a, _Q_BEGIN], s[b, _Q_BEGIN])
-    q_end = np.minimum(s[a, _Q_END], s[b, _Q_END])
-    k_begin = np.maximum(s[a, _K_BEGIN], s[b, _K_BEGIN])
-    k_end = np.minimum(s[a, _K_END], s[b, _K_END])
-    # Every j - i between the corners of the common rectangle occurs in it.
-    lo = np.maximum(np.maximum(s[a, _LO], s[b, _LO]), k_begin - q_end + 1)
-    hi = np.minimum(np.minimum(s[a, _HI], s[b, _HI]), k_end - 1 - q_begin)
-    shared = (q_begin < q_end) & (k_begin < k_end) & (lo <= hi)
-    if shared.any():
-      pair = int(np.argmax(shared))
-      i, j = sorted((int(order[a[pair]]), int(order[b[pair]])))
-      raise ValueError(
-        f"slices {i} and {j} overlap, and a pair of tokens may be covered only once: "
-        f"{slices[i].tolist()} and {slices[j].tolist()} (q_begin, q_end, k_begin, k_end, lo, hi)"
-      )
-    first = until
-
-
-def area_of(slices: Any) -> Any:
-  """Number of visible pairs of each slice: int64 for numpy slices, float32 for traced ones."""
-  xp: Any = np if isinstance(slices, np.ndarray) else jnp
-  s = slices.astype(np.int64 if xp is np else np.float32)
-  height = xp.maximum(s[..., _Q_END] - s[..., _Q_BEGIN], 0)
-  width = xp.maximum(s[..., _K_END] - s[..., _K_BEGIN], 0)
-  corner = s[..., _K_BEGIN] - s[..., _Q_BEGIN]
-
-  def triangle(n):
-    n = xp.maximum(n, 0)
-    return n * (n + 1) // 2
-
-  def pairs_up_to(x):  # Pairs with j - i <= x, counted from the rectangle's corner.
-    x = xp.clip(x - corner, -height, width)
-    return triangle(x + height) - triangle(x) - triangle(x + height - width) + triangle(x - width)
-
-  return xp.maximum(pairs_up_to(s[..., _HI]) - pairs_up_to(s[..., _LO] - 1), 0)
-
-
-def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
-  """Whether any of `slices` ([n, 6]) shows pair (rows, keys); the two broadcast together."""
-  s = slices.reshape(slices.shape[0], 6, *(1,) * max(jnp.ndim(rows), jnp.ndim(keys)))
-  diagonal = keys - rows
-  return jnp.any(
-    (s[:, _Q_BEGIN] <= rows)
-    & (rows < s[:, _Q_END])
-    & (s[:, _K_BEGIN] <= keys)
-    & (keys < s[:, _K_END])
-    & (s[:, _LO] <= diagonal)
-    & (diagonal <= s[:, _HI]),
-    axis=0,
-  )
-
-
-def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:
-  """Whether any of `slices` shows a pair of the tile [q_begin, q_end) x [k_begin, k_end)."""
-  q_begin = jnp.maximum(slices[:, _Q_BEGIN], q_begin)
-  q_end = jnp.minimum(slices[:, _Q_END], q_end)
-  k_begin = jnp.maximum(slices[:, _K_BEGIN], k_begin)
-  k_end = jnp.minimum(slices[:, _K_END], k_end)
-  lo = jnp.maximum(slices[:, _LO], k_begin - q_end + 1)
-  hi = jnp.minimum(slices[:, _HI], k_end - 1 - q_begin)
-  return jnp.any((q_begin < q_end) & (k_begin < k_end) & (lo <= hi))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -194,13 +78,13 @@ class AttentionMask:
 
   def __post_init__(self):
     set_field = object.__setattr__  # The class is frozen for its users.
-    set_field(self, "q_len", _check_length("q_len", self.q_len))
-    set_field(self, "k_len", _check_length("k_len", self.k_len))
+    set_field(self, "q_len", check_length("q_len", self.q_len))
+    set_field(self, "k_len", check_length("k_len", self.k_len))
     slices = as_int32("slices", self.slices, ("num_slices", 6))
     if isinstance(slices, np.ndarray):
-      _check_ranges("q range of slices", slices[:, _Q_BEGIN], slices[:, _Q_END], self.q_len)
-      _check_ranges("k range of slices", slices[:, _K_BEGIN], slices[:, _K_END], self.k_len)
-      _check_disjoint(slices)
+      check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
+      check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
+      check_disjoint(slices)
     set_field(self, "slices", slices)
 
   # --- pytree: slices are the leaf, lengths are static ---
@@ -237,8 +121,8 @@ class AttentionMask:
 
     The last query's own key is the last one (bottom right alignment).
     """
-    q_len = _check_length("q_len", q_len)
-    k_len = q_len if k_len is None else _check_length("k_len", k_len)
+    q_len = check_length("q_len", q_len)
+    k_len = q_len if k_len is None else check_length("k_len", k_len)
     lo, hi = _window_band(left, right)
     return cls(np.array([_banded(0, q_len, 0, k_len, k_len - q_len, lo, hi)]), q_len, k_len)
 
@@ -273,7 +157,7 @@ class AttentionMask:
       raise ValueError(f"attn_type_map[{i}] must be a MaskType in 0 .. 3, got {types[i]}")
     for name, ranges, length in (("q_ranges", q_ranges, q_len), ("k_ranges", k_ranges, k_len)):
       if isinstance(ranges, np.ndarray):
-        _check_ranges(name, ranges[:, 0], ranges[:, 1], length)
+        check_ranges(name, ranges[:, 0], ranges[:, 1], length)
 
     xp: Any = np if all(isinstance(x, np.ndarray) for x in (q_ranges, k_ranges, types)) else jnp
     lo = xp.where(types & MaskType.INV_CAUSAL, k_ranges[:, 0] - q_ranges[:, 0], -UNBOUNDED)
@@ -299,13 +183,13 @@ class AttentionMask:
       cu_k = as_int32("cu_seqlens_k", cu_seqlens_k, cu_q.shape)
     if cu_q.shape[0] == 0:
       raise ValueError("cu_seqlens_q must begin with 0, got no entries")
-    ranges = [
+    q_ranges, k_ranges = (
       (np if isinstance(cu, np.ndarray) else jnp).stack([cu[:-1], cu[1:]], axis=1)
       for cu in (cu_q, cu_k)
-    ]
+    )
     mask_type = MaskType.CAUSAL if causal else MaskType.FULL
     types = np.full(cu_q.shape[0] - 1, mask_type, np.int32)
-    return cls.from_ranges(*ranges, types, q_len=q_len, k_len=k_len)
+    return cls.from_ranges(q_ranges, k_ranges, types, q_len=q_len, k_len=k_len)
 
   @classmethod
   def from_segment_ids(
@@ -330,11 +214,11 @@ class AttentionMask:
       causal: keys after the query are hidden, each document's last tokens aligned.
       window: (left, right), as in `sliding_window`, inside each document.
     """
-    max_segments = _check_length("max_segments", max_segments)
+    max_segments = check_length("max_segments", max_segments)
     ids = as_int32("ids", ids, ("q_len",))
     key_ids = ids if kv_ids is None else as_int32("kv_ids", kv_ids, ("k_len",))
-    q_begin, q_end = _segment_bounds("ids", ids, max_segments)
-    k_begin, k_end = _segment_bounds("kv_ids", key_ids, max_segments)
+    q_begin, q_end = segment_bounds("ids", ids, max_segments)
+    k_begin, k_end = segment_bounds("kv_ids", key_ids, max_segments)
     xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
     lo, hi = (None, None) if window is None else _window_band(*window)
     if causal:
@@ -356,8 +240,8 @@ class AttentionMask:
   @classmethod
   def prefix_lm(cls, prefix_len: int, length: int) -> AttentionMask:
     """The first `prefix_len` tokens see each other; the others see all tokens up to themselves."""
-    prefix_len = _check_length("prefix_len", prefix_len)
-    length = _check_length("length", length)
+    prefix_len = check_length("prefix_len", prefix_len)
+    length = check_length("length", length)
     if prefix_len > length:
       raise ValueError(f"prefix_len must be at most length = {length}, got {prefix_len}")
     ranges = [[0, prefix_len], [prefix_len, length]]
@@ -372,8 +256,8 @@ class AttentionMask:
   @classmethod
   def block_causal(cls, block_size: int, length: int) -> AttentionMask:
     """Tokens see all blocks up to and including their own, whole."""
-    block_size = _check_length("block_size", block_size)
-    length = _check_length("length", length)
+    block_size = check_length("block_size", block_size)
+    length = check_length("length", length)
     if block_size == 0:
       raise ValueError("block_size must be positive, got 0")
     begin = np.arange(0, length, block_size)
@@ -391,7 +275,7 @@ class AttentionMask:
     answers = as_int32("answer_lens", answer_lens, ("num_answers",))
     if not isinstance(answers, np.ndarray):
       raise ValueError("answer_lens must be concrete: the mask's length depends on them")
-    question_len = _check_length("question_len", question_len)
+    question_len = check_length("question_len", question_len)
     bounds = question_len + np.concatenate([[0], np.cumsum(answers)])
     own = np.stack([bounds[:-1], bounds[1:]], axis=1)
     question = np.broadcast_to([[0, question_len]], own.shape)
@@ -427,11 +311,11 @@ class AttentionMask:
     xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
     s = self.slices
     q_len, k_len = q_end - q_begin, k_end - k_begin
-    q = xp.clip(s[:, _Q_BEGIN : _Q_END + 1] - q_begin, 0, q_len)
-    k = xp.clip(s[:, _K_BEGIN : _K_END + 1] - k_begin, 0, k_len)
-    bands = s[:, _LO : _HI + 1]
+    q = xp.clip(s[:, Q_BEGIN : Q_END + 1] - q_begin, 0, q_len)
+    k = xp.clip(s[:, K_BEGIN : K_END + 1] - k_begin, 0, k_len)
+    bands = s[:, LO : HI + 1]
     shifted = xp.clip(bands - (k_begin - q_begin), -UNBOUNDED, UNBOUNDED)
-    bands = xp.where(abs(bands) >= UNBOUNDED, bands, shifted)
+    bands = xp.where(xp.abs(bands) >= UNBOUNDED, bands, shifted)
     return AttentionMask(xp.concatenate([q, k, bands], axis=1), q_len, k_len)
 
   def pad(self, num_slices: int) -> AttentionMask:
@@ -514,31 +398,7 @@ def _banded(q_begin, q_end, k_begin, k_end, diagonal, lo, hi) -> list[int]:
 
 def _length_or_largest(name: str, length: int | None, ranges: np.ndarray | jax.Array) -> int:
   if length is not None:
-    return _check_length(name, length)
+    return check_length(name, length)
   if not isinstance(ranges, np.ndarray):
     raise ValueError(f"{name} must be given when the ranges are traced")
   return max(int(ranges.max(initial=0)), 0)
-
-
-def _segment_bounds(name: str, ids: Any, max_segments: int) -> tuple[Any, Any]:
-  """First token and one past the last of segments 1 .. max_segments; begin >= end if absent."""
-  positions = np.arange(ids.shape[0], dtype=np.int32)
-  if not isinstance(ids, np.ndarray):
-    # Out-of-range ids are dropped by the segment operations.
-    begin = jax.ops.segment_min(positions, ids, max_segments + 1)
-    end = jax.ops.segment_max(positions, ids, max_segments + 1) + 1
-    absent = begin >= ids.shape[0]
-    return jnp.where(absent, 0, begin)[1:], jnp.where(absent, 0, end)[1:]
-  if ids.size and (ids.min() < 0 or ids.max() > max_segments):
-    raise ValueError(
-      f"{name} must lie in 0 .. max_segments = {max_segments}, got {ids.min()} .. {ids.max()}"
-    )
-  counts = np.bincount(ids, minlength=max_segments + 1)[1:]
-  begin = np.full(max_segments + 1, ids.shape[0], np.int32)
-  np.minimum.at(begin, ids, positions)
-  end = np.zeros(max_segments + 1, np.int32)
-  np.maximum.at(end, ids, positions + 1)
-  begin, end = np.where(counts > 0, begin[1:], 0), end[1:]
-  if (split := (end - begin != counts)).any():
-    raise ValueError(f"{name} must keep each segment contiguous; {np.argmax(split) + 1} is not")
-  return begin, end

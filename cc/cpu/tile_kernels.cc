@@ -304,8 +304,11 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
                   transposed + keys.begin, kTile);
         MatMul<true>(block_keys, dim_pad, num_rows, transposed + keys.begin, kTile, q, dim_pad,
                      dk + keys.begin * dim_pad, dim_pad);
-        MatMul<false>(block_rows, dim_pad, block_keys, dscores + keys.begin * kTile, kTile,
-                      k + keys.begin * dim_pad, dim_pad, dq_tile, dim_pad);
+        // Only the slice's own keys: 0 times a NaN that the mask hides would be NaN.
+        const int first_key = slice_keys.begin - k_begin;
+        MatMul<false>(block_rows, dim_pad, slice_keys.end - slice_keys.begin,
+                      dscores + first_key * kTile, kTile, k + first_key * dim_pad, dim_pad, dq_tile,
+                      dim_pad);
         for (int r = 0; r < num_rows; ++r) {
           float* dq_row = dq + q_row * dim + r * q_stride;
           for (int64_t d = 0; d < dim; ++d) dq_row[d] += scale * dq_tile[r * dim_pad + d];

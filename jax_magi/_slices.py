@@ -1,0 +1,175 @@
+"""Slices as arrays: what they show, how much, and whether they are legal.
+
+A slice is int32 (q_begin, q_end, k_begin, k_end, lo, hi); pair (i, j) is visible under it iff
+
+    q_begin <= i < q_end,   k_begin <= j < k_end,   lo <= j - i <= hi.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A band without this edge. Sequence lengths stay below it.
+UNBOUNDED = 2**30
+
+# Columns of a slice.
+Q_BEGIN, Q_END, K_BEGIN, K_END, LO, HI = range(6)
+
+# Pairs of slices compared at once by the overlap check, to bound its memory.
+_MAX_PAIRS = 1 << 22
+
+
+def concrete(x: Any) -> np.ndarray | None:
+  """The value of `x` as a numpy array, or None where only its type is known (a tracer)."""
+  if isinstance(x, jax.core.Tracer):
+    return None
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return None
+  return np.asarray(x)
+
+
+def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
+  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
+  value = concrete(x)
+  if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
+    value = np.zeros([0 if isinstance(n, str) else n for n in shape], np.int32)
+  array = x if value is None else value
+  if not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
+  if array.ndim != len(shape) or any(
+    isinstance(n, int) and n != size for n, size in zip(shape, array.shape, strict=True)
+  ):
+    expected = "[" + ", ".join(str(n) for n in shape) + "]"
+    raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
+  if value is None:
+    return array.astype(jnp.int32)
+  if value.size and (value.max() > UNBOUNDED or value.min() < -UNBOUNDED):
+    raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")
+  return value.astype(np.int32)
+
+
+def check_length(name: str, length: Any) -> int:
+  if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+    raise ValueError(f"{name} must be a static integer, got {length!r}")
+  if not 0 <= length < UNBOUNDED:
+    raise ValueError(f"{name} must lie in [0, 2**30), got {length}")
+  return int(length)
+
+
+def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
+  bad = (begin < 0) | (end > length) | (begin > end)
+  if bad.any():
+    i = int(np.argmax(bad))
+    what = "is reversed" if begin[i] > end[i] else f"is not inside [0, {length})"
+    raise ValueError(f"{name}[{i}] = [{begin[i]}, {end[i]}) {what}")
+
+
+def check_disjoint(slices: np.ndarray) -> None:
+  """Raises if two slices share a pair."""
+  sizes = area_of(slices)
+  index = np.flatnonzero(sizes)
+  order = index[np.argsort(slices[index, Q_BEGIN], kind="stable")]
+  s = slices[order].astype(np.int64)
+  # Sorted by first row, slice i can only meet the ones that begin before it ends.
+  last = np.searchsorted(s[:, Q_BEGIN], s[:, Q_END])
+  counts = np.maximum(last - np.arange(len(s)) - 1, 0)
+  stops = np.cumsum(counts)
+  first = 0
+  while first < len(s):
+    until = int(np.searchsorted(stops, stops[first] - counts[first] + _MAX_PAIRS, side="right"))
+    until = max(until, first + 1)
+    a = np.repeat(np.arange(first, until), counts[first:until])
+    starts = np.repeat(stops[first:until] - counts[first:until], counts[first:until])
+    b = a + 1 + np.arange(len(a)) + (stops[first] - counts[first]) - starts
+    q_begin = np.maximum(s[a, Q_BEGIN], s[b, Q_BEGIN])
+    q_end = np.minimum(s[a, Q_END], s[b, Q_END])
+    k_begin = np.maximum(s[a, K_BEGIN], s[b, K_BEGIN])
+    k_end = np.minimum(s[a, K_END], s[b, K_END])
+    # Every j - i between the corners of the common rectangle occurs in it.
+    lo = np.maximum(np.maximum(s[a, LO], s[b, LO]), k_begin - q_end + 1)
+    hi = np.minimum(np.minimum(s[a, HI], s[b, HI]), k_end - 1 - q_begin)
+    shared = (q_begin < q_end) & (k_begin < k_end) & (lo <= hi)
+    if shared.any():
+      pair = int(np.argmax(shared))
+      i, j = sorted((int(order[a[pair]]), int(order[b[pair]])))
+      raise ValueError(
+        f"slices {i} and {j} overlap, and a pair of tokens may be covered only once: "
+        f"{slices[i].tolist()} and {slices[j].tolist()} (q_begin, q_end, k_begin, k_end, lo, hi)"
+      )
+    first = until
+
+
+def area_of(slices: Any) -> Any:
+  """Number of visible pairs of each slice: int64 for numpy slices, float32 for traced ones."""
+  xp: Any = np if isinstance(slices, np.ndarray) else jnp
+  s = slices.astype(np.int64 if xp is np else np.float32)
+  height = xp.maximum(s[..., Q_END] - s[..., Q_BEGIN], 0)
+  width = xp.maximum(s[..., K_END] - s[..., K_BEGIN], 0)
+  corner = s[..., K_BEGIN] - s[..., Q_BEGIN]
+
+  def triangle(n):
+    n = xp.maximum(n, 0)
+    return n * (n + 1) // 2
+
+  def pairs_up_to(x):  # Pairs with j - i <= x, counted from the rectangle's corner.
+    x = xp.clip(x - corner, -height, width)
+    return triangle(x + height) - triangle(x) - triangle(x + height - width) + triangle(x - width)
+
+  return xp.maximum(pairs_up_to(s[..., HI]) - pairs_up_to(s[..., LO] - 1), 0)
+
+
+def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
+  """Whether any of `slices` ([n, 6]) shows pair (rows, keys); the two broadcast together."""
+  s = slices.reshape(slices.shape[0], 6, *(1,) * max(jnp.ndim(rows), jnp.ndim(keys)))
+  diagonal = keys - rows
+  return jnp.any(
+    (s[:, Q_BEGIN] <= rows)
+    & (rows < s[:, Q_END])
+    & (s[:, K_BEGIN] <= keys)
+    & (keys < s[:, K_END])
+    & (s[:, LO] <= diagonal)
+    & (diagonal <= s[:, HI]),
+    axis=0,
+  )
+
+
+def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:
+  """Whether any of `slices` shows a pair of the tile [q_begin, q_end) x [k_begin, k_end)."""
+  q_begin = jnp.maximum(slices[:, Q_BEGIN], q_begin)
+  q_end = jnp.minimum(slices[:, Q_END], q_end)
+  k_begin = jnp.maximum(slices[:, K_BEGIN], k_begin)
+  k_end = jnp.minimum(slices[:, K_END], k_end)
+  lo = jnp.maximum(slices[:, LO], k_begin - q_end + 1)
+  hi = jnp.minimum(slices[:, HI], k_end - 1 - q_begin)
+  return jnp.any((q_begin < q_end) & (k_begin < k_end) & (lo <= hi))
+
+
+def segment_bounds(name: str, ids: Any, max_segments: int) -> tuple[Any, Any]:
+  """First token and one past the last of segments 1 .. max_segments; both 0 if absent."""
+  num_segments = max_segments + 1
+  positions = np.arange(ids.shape[0], dtype=np.int32)
+  if not isinstance(ids, np.ndarray):
+    # Out-of-range ids are dropped by the segment operations.
+    begin = jax.ops.segment_min(positions, ids, num_segments)
+    end = jax.ops.segment_max(positions, ids, num_segments) + 1
+    is_absent = begin >= ids.shape[0]
+    return jnp.where(is_absent, 0, begin)[1:], jnp.where(is_absent, 0, end)[1:]
+  if ids.size and (ids.min() < 0 or ids.max() > max_segments):
+    raise ValueError(
+      f"{name} must lie in 0 .. max_segments = {max_segments}, got {ids.min()} .. {ids.max()}"
+    )
+  counts = np.bincount(ids, minlength=num_segments)
+  first = np.full(num_segments, ids.shape[0], np.int32)
+  np.minimum.at(first, ids, positions)
+  last = np.full(num_segments, -1, np.int32)
+  np.maximum.at(last, ids, positions)
+  first = np.where(counts > 0, first, 0)
+  is_split = last + 1 - first != counts
+  is_split[0] = False  # Padding may be anywhere.
+  if is_split.any():
+    raise ValueError(f"{name} must keep each segment contiguous; {np.argmax(is_split)} is not")
+  return first[1:], last[1:] + 1

@@ -1,0 +1,142 @@
+"""The one accuracy rule, and the machinery to apply it.
+
+With a float64 dense computation as truth, our error is at most twice that of the plain computation
+in the same dtype, plus one ulp at the scale of the output. float32 holds 1e-5 instead.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import jax_magi
+from jax_magi import reference
+
+DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+  """Operands of a call, and cotangents of its results."""
+
+  q: np.ndarray
+  k: np.ndarray
+  v: np.ndarray
+  sink: np.ndarray | None
+  dout: np.ndarray
+  dlse: np.ndarray
+
+  @property
+  def operands(self):
+    return self.q, self.k, self.v, self.sink
+
+  @property
+  def cotangents(self):
+    return self.dout, self.dlse
+
+
+def make_inputs(
+  rng: np.random.Generator,
+  dtype,
+  q_len: int,
+  k_len: int,
+  num_q_heads: int,
+  num_kv_heads: int,
+  head_dim: int,
+  value_dim: int,
+  num_sinks: int | None = None,
+  logit_scale: float = 1.0,
+) -> Inputs:
+  """Random operands; `num_sinks` None is no sink, 0 the one-dimensional form."""
+
+  def normal(*shape, factor=1.0):
+    return (factor * rng.standard_normal(shape)).astype(dtype)
+
+  sink = None
+  if num_sinks is not None:
+    shape = (num_q_heads,) if num_sinks == 0 else (num_sinks, num_q_heads)
+    sink = rng.standard_normal(shape).astype(np.float32)
+  return Inputs(
+    q=normal(q_len, num_q_heads, head_dim, factor=logit_scale),
+    k=normal(k_len, num_kv_heads, head_dim),
+    v=normal(k_len, num_kv_heads, value_dim),
+    sink=sink,
+    dout=normal(q_len, num_q_heads, value_dim),
+    dlse=rng.standard_normal((q_len, num_q_heads)).astype(np.float32),
+  )
+
+
+# Every case is compiled once and run once: optimising it would be most of the tests' time.
+_jit = functools.partial(
+  jax.jit,
+  static_argnames=("options",),
+  compiler_options={"xla_backend_optimization_level": 0},
+)
+
+
+@_jit
+def _dense(operands, cotangents, dense_mask, options):
+  def fun(q, k, v, sink):
+    out, lse, max_logits = reference.attention(q, k, v, dense_mask, sink=sink, **dict(options))
+    return (out, lse), max_logits
+
+  (out, lse), vjp, max_logits = jax.vjp(fun, *operands, has_aux=True)
+  return _results(out, lse, max_logits, vjp(cotangents))
+
+
+@_jit
+def _ours(operands, cotangents, mask, options):
+  def fun(q, k, v, sink):
+    options_ = dict(options)
+    out, meta = jax_magi.attention(q, k, v, mask, sink=sink, return_max_logits=True, **options_)
+    return (out, meta.lse), meta.max_logits
+
+  (out, lse), vjp, max_logits = jax.vjp(fun, *operands, has_aux=True)
+  return _results(out, lse, max_logits, vjp(cotangents))
+
+
+def _results(out, lse, max_logits, gradients):
+  names = ("dq", "dk", "dv", "dsink")
+  grads = {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
+  return {"out": out, "lse": lse, "max_logits": max_logits, **grads}
+
+
+def check_attention(inputs: Inputs, mask: jax_magi.AttentionMask, implementation, **options):
+  """Runs ours, forward and backward, and holds every result to the rule."""
+  dense_mask = mask.to_dense()
+  fixed = tuple(sorted(options.items()))
+  ours = _ours(
+    inputs.operands, inputs.cotangents, mask, (*fixed, ("implementation", implementation))
+  )
+  # Low precision throughout: statistics and the sink too.
+  low = jax.tree.map(lambda x: x.astype(inputs.q.dtype), (inputs.operands, inputs.cotangents))
+  plain = _dense(*low, dense_mask, fixed)
+  with jax.enable_x64(True):
+    high = jax.tree.map(lambda x: x.astype(np.float64), (inputs.operands, inputs.cotangents))
+    truth = _dense(*high, dense_mask, fixed)
+  assert ours["out"].dtype == inputs.q.dtype
+  assert ours["lse"].dtype == ours["max_logits"].dtype == np.float32
+  for name, value in ours.items():
+    check_close(name, value, truth[name], plain[name], inputs.q.dtype)
+
+
+def check_close(name: str, ours, truth, plain, dtype) -> None:
+  """Holds one result to the rule. Infinities must be the same in ours and the truth."""
+  ours, truth, plain = (np.asarray(x).astype(np.float64) for x in (ours, truth, plain))
+  assert ours.shape == truth.shape, f"{name}: {ours.shape} is not {truth.shape}"
+  if truth.size == 0:
+    return
+  finite = np.isfinite(truth)
+  np.testing.assert_array_equal(ours[~finite], truth[~finite], err_msg=f"{name}: infinities")
+  error = np.abs(np.where(finite, ours - np.where(finite, truth, 0), 0)).max()
+  scale = np.abs(truth[finite]).max(initial=0.0)
+  if dtype == np.float32:
+    allowed = 1e-5 * max(scale, 1.0)
+  else:
+    comparable = finite & np.isfinite(plain)
+    plain_error = np.abs(plain[comparable] - truth[comparable]).max(initial=0.0)
+    allowed = 2 * plain_error + float(jnp.finfo(dtype).eps) * scale
+  assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g} (scale {scale:.3g})"

@@ -1,0 +1,188 @@
+"""Every named case, forward and backward, against the float64 reference."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_magi
+from jax_magi import AttentionMask, reference
+from tests.accuracy import DTYPES, check_attention, check_close, make_inputs
+from tests.cases import CASES
+
+
+def _inputs(case, dtype):
+  rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+  return make_inputs(
+    rng, DTYPES[dtype], *case.shape, num_sinks=case.num_sinks, logit_scale=case.logit_scale
+  )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case_on_cpu(case, dtype):
+  check_attention(_inputs(case, dtype), case.mask, "cpu", **case.options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case_blockwise(case):
+  check_attention(_inputs(case, "f32"), case.mask, "blockwise", **case.options)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_16_bit_blockwise(dtype):
+  case = next(case for case in CASES if case.name == "several_k_ranges-gqa2-sink")
+  check_attention(_inputs(case, dtype), case.mask, "blockwise", **case.options)
+
+
+def test_blockwise_over_several_blocks():
+  mask = AttentionMask.from_cu_seqlens([0, 300, 1100, 1101, 1250], causal=True)
+  inputs = make_inputs(np.random.default_rng(0), np.float32, 1250, 1250, 2, 1, 16, 8)
+  check_attention(inputs, mask, "blockwise")
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+def test_huge_logits_give_no_nan(implementation):
+  rng = np.random.default_rng(0)
+  inputs = make_inputs(rng, np.float32, 100, 100, 2, 2, 64, 64)
+  mask = AttentionMask.causal(100)
+  options = {"softmax_scale": 1e4 / 20}  # Logits of about +-1e4.
+
+  def loss(q, k, v):
+    out, meta = jax_magi.attention(q, k, v, mask, implementation=implementation, **options)
+    return jnp.sum(out**2) + jnp.sum(meta.lse), (out, meta.lse)
+
+  grads, (out, lse) = jax.grad(loss, (0, 1, 2), has_aux=True)(inputs.q, inputs.k, inputs.v)
+  for x in (*grads, out, lse):
+    assert np.isfinite(x).all()
+  with jax.enable_x64(True):
+    exact = [x.astype(np.float64) for x in (inputs.q, inputs.k, inputs.v)]
+    truth = reference.attention(*exact, mask.to_dense(), **options)
+  # A logit of 1e4 has an ulp of 1e-3 in float32, so the softmax cannot agree to 1e-5; lse can,
+  # relative to its size.
+  check_close("lse", lse, truth[1], truth[1], np.float32)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+def test_nan_logit_is_visible_in_max_logits(implementation):
+  q, k = np.ones((70, 2, 8), np.float32), np.ones((70, 2, 8), np.float32)
+  q[66, 1, 3] = np.nan
+  mask = AttentionMask.causal(70)
+  out, meta = jax_magi.attention(
+    q, k, k, mask, return_max_logits=True, implementation=implementation
+  )
+  assert np.isnan(meta.max_logits[1])
+  np.testing.assert_allclose(meta.max_logits[0], 8**0.5, rtol=1e-6)
+  # No other row is touched by it.
+  is_nan = np.isnan(out).any(axis=-1)
+  assert is_nan[66, 1] and is_nan.sum() == 1
+
+
+def test_hidden_nan_does_not_leak():
+  q, k = np.ones((70, 2, 8), np.float32), np.ones((90, 2, 8), np.float32)
+  k[75:] = np.nan
+  mask = AttentionMask.from_ranges([[0, 70]], [[0, 75]], q_len=70, k_len=90)
+
+  def loss(q, k, v):
+    out, meta = jax_magi.attention(q, k, v, mask)
+    return jnp.sum(out) + jnp.sum(meta.lse)
+
+  value, grads = jax.value_and_grad(loss, (0, 1, 2))(q, k, k)
+  assert np.isfinite(value)
+  for grad in grads:
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+def test_large_sink_does_not_overflow(implementation):
+  inputs = make_inputs(np.random.default_rng(1), np.float32, 30, 30, 2, 2, 16, 16)
+  sink = np.array([500.0, -500.0], np.float32)
+  mask = AttentionMask.causal(30)
+  out, meta = jax_magi.attention(
+    inputs.q, inputs.k, inputs.v, mask, sink=sink, implementation=implementation
+  )
+  np.testing.assert_array_equal(out[:, 0], 0.0)
+  np.testing.assert_array_equal(meta.lse[:, 0], 500.0)
+  plain, _ = jax_magi.attention(inputs.q, inputs.k, inputs.v, mask, implementation=implementation)
+  np.testing.assert_allclose(out[:, 1], plain[:, 1], rtol=1e-6)
+
+
+def test_sink_of_minus_infinity_is_no_sink():
+  inputs = make_inputs(np.random.default_rng(2), np.float32, 30, 30, 2, 2, 16, 16)
+  mask = AttentionMask.causal(20).crop(0, 30, 0, 30)
+
+  def loss(q, sink):
+    out, meta = jax_magi.attention(q, inputs.k, inputs.v, mask, sink=sink)
+    return jnp.sum(out) + jnp.sum(jnp.where(meta.lse == -jnp.inf, 0.0, meta.lse))
+
+  no_sink = jax.grad(lambda q: loss(q, None))(inputs.q)
+  for shape in ((2,), (3, 2)):
+    dq, dsink = jax.grad(loss, (0, 1))(inputs.q, np.full(shape, -np.inf, np.float32))
+    np.testing.assert_array_equal(dq, no_sink)
+    np.testing.assert_array_equal(dsink, 0.0)
+
+
+def test_max_logits_has_no_gradient():
+  inputs = make_inputs(np.random.default_rng(3), np.float32, 30, 30, 2, 2, 16, 16)
+
+  def loss(q):
+    mask = AttentionMask.causal(30)
+    _, meta = jax_magi.attention(q, inputs.k, inputs.v, mask, return_max_logits=True)
+    return jnp.sum(meta.max_logits)
+
+  np.testing.assert_array_equal(jax.grad(loss)(inputs.q), 0.0)
+
+
+def test_max_logits_only_when_asked_for():
+  inputs = make_inputs(np.random.default_rng(3), np.float32, 8, 8, 1, 1, 8, 8)
+  _, meta = jax_magi.attention(inputs.q, inputs.k, inputs.v, AttentionMask.causal(8))
+  assert meta.max_logits is None
+
+
+def test_gradients_are_equal_bit_for_bit():
+  # One kv head: its key tiles are shared out among threads.
+  inputs = make_inputs(np.random.default_rng(4), np.float32, 700, 700, 2, 1, 32, 32)
+
+  def gradients():
+    def loss(q, k, v):
+      mask = AttentionMask.causal(700)
+      return jnp.sum(jax_magi.attention(q, k, v, mask, deterministic=True)[0] ** 2)
+
+    return jax.jit(jax.grad(loss, (0, 1, 2)))(inputs.q, inputs.k, inputs.v)
+
+  first = gradients()
+  for _ in range(5):
+    for a, b in zip(first, gradients(), strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+def test_transposed_inputs():
+  inputs = make_inputs(np.random.default_rng(5), np.float32, 70, 70, 4, 2, 16, 16)
+  mask = AttentionMask.causal(70)
+  by_head = [np.ascontiguousarray(x.transpose(1, 0, 2)) for x in (inputs.q, inputs.k, inputs.v)]
+
+  def loss(q, k, v):
+    return jnp.sum(jnp.sin(jax_magi.attention(q, k, v, mask)[0]))
+
+  def loss_by_head(q, k, v):
+    return loss(*(x.transpose(1, 0, 2) for x in (q, k, v)))
+
+  expected = jax.jit(jax.grad(loss, (0, 1, 2)))(inputs.q, inputs.k, inputs.v)
+  actual = jax.jit(jax.grad(loss_by_head, (0, 1, 2)))(*by_head)
+  for a, b in zip(actual, expected, strict=True):
+    np.testing.assert_array_equal(a.transpose(1, 0, 2), b)
+
+
+def test_flex_flash_attn_func_is_attention_over_ranges():
+  inputs = make_inputs(np.random.default_rng(6), np.float32, 40, 50, 4, 2, 16, 16)
+  q_ranges, k_ranges = np.array([[0, 20], [20, 40]]), np.array([[0, 30], [10, 50]])
+  types = np.array([1, 3])
+  out, meta = jax.jit(jax_magi.flex_flash_attn_func)(
+    inputs.q, inputs.k, inputs.v, q_ranges, k_ranges, types
+  )
+  mask = AttentionMask.from_ranges(q_ranges, k_ranges, types)
+  expected, expected_meta = jax_magi.attention(inputs.q, inputs.k, inputs.v, mask)
+  np.testing.assert_array_equal(out, expected)
+  np.testing.assert_array_equal(meta.lse, expected_meta.lse)
