@@ -1,0 +1,142 @@
+"""The drop-in for jax.nn.dot_product_attention, against the original."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_magi
+
+
+def _inputs(q_len=40, k_len=40, batch=3, num_q_heads=4, num_kv_heads=2):
+  rng = np.random.default_rng(0)
+  shapes = [(batch, q_len, num_q_heads, 16), *[(batch, k_len, num_kv_heads, 16)] * 2]
+  return [rng.standard_normal(s).astype(np.float32) for s in shapes]
+
+
+_LENGTHS = {
+  "query_seq_lengths": np.array([40, 13, 7], np.int32),
+  "key_value_seq_lengths": np.array([33, 40, 12], np.int32),
+}
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"is_causal": True},
+    {"scale": 0.3},
+    {"local_window_size": (7, 3)},
+    {"local_window_size": 5},
+    {"is_causal": True, "local_window_size": (7, 3)},
+    {"key_value_seq_lengths": _LENGTHS["key_value_seq_lengths"]},
+    {"is_causal": True, **_LENGTHS},
+  ],
+  ids=str,
+)
+def test_same_result_and_gradient(options):
+  q, k, v = _inputs()
+  # Rows past the length, and rows that see nothing, are zero in ours; the original leaves the
+  # latter to chance. Compare where both are defined.
+  valid = np.ones((3, 40), bool)
+  if "query_seq_lengths" in options:
+    valid = np.arange(40)[None] < options["query_seq_lengths"][:, None]
+  weight = valid[..., None, None] * np.cos(np.arange(16))
+
+  def loss(attention, residual):
+    def fun(q, k, v):
+      out, lse = attention(q, k, v, return_residual=True, **options)
+      aux = jnp.where(valid[..., None], lse, 0) if residual else 0.0
+      return jnp.sum(weight * out), (out * valid[..., None, None], aux)
+
+    return jax.value_and_grad(fun, (0, 1, 2), has_aux=True)
+
+  got = jax.jit(loss(jax_magi.dot_product_attention, True))(q, k, v)
+  expected = jax.jit(loss(jax.nn.dot_product_attention, True))(q, k, v)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(20, 50), (50, 20)])
+def test_causal_is_aligned_to_the_top_left(q_len, k_len):
+  q, k, v = _inputs(q_len, k_len)
+  got = jax_magi.dot_product_attention(q, k, v, is_causal=True)
+  expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+  np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_batch():
+  q, k, v = (x[0] for x in _inputs())
+  got, lse = jax_magi.dot_product_attention(q, k, v, return_residual=True)
+  np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, k, v), rtol=1e-4, atol=1e-5)
+  assert lse.shape == (40, 4) and lse.dtype == np.float32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_segment_ids(causal):
+  q, k, v = _inputs()
+  ids = np.stack([np.repeat([1, 2, 0], c) for c in ([10, 20, 10], [40, 0, 0], [1, 39, 0])])
+
+  def ours(q, k, v, ids):
+    return jax_magi.dot_product_attention(
+      q, k, v, is_causal=causal, segment_ids=ids, max_segments=3
+    )
+
+  mask = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, :, None]
+  expected = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], is_causal=causal)
+  expected = np.where((ids > 0)[..., None, None], expected, 0)
+  np.testing.assert_allclose(jax.jit(ours)(q, k, v, ids), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_mask_and_meta():
+  q, k, v = _inputs()
+  mask = jax_magi.AttentionMask.prefix_lm(9, 40)
+  out, meta = jax_magi.dot_product_attention(
+    q, k, v, mask=mask, softcap=5.0, sink=np.ones(4, np.float32), return_meta=True,
+    return_max_logits=True,
+  )  # fmt: skip
+  for i in range(3):
+    expected, expected_meta = jax_magi.attention(
+      q[i], k[i], v[i], mask, softcap=5.0, sink=np.ones(4, np.float32), return_max_logits=True
+    )
+    np.testing.assert_array_equal(out[i], expected)
+    np.testing.assert_array_equal(meta.lse[i], expected_meta.lse)
+    np.testing.assert_array_equal(meta.max_logits[i], expected_meta.max_logits)
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"bias": np.zeros((1, 1, 40, 40))}, NotImplementedError, "bias"),
+    ({"mask": np.ones((1, 1, 40, 40), bool)}, NotImplementedError, "mask must be"),
+    ({"mask": jax_magi.AttentionMask.causal(40), "is_causal": True}, ValueError, "is_causal"),
+    ({"return_meta": True, "return_residual": True}, ValueError, "exclude"),
+    ({"return_max_logits": True}, ValueError, "needs return_meta"),
+    ({"segment_ids": np.ones((3, 40), np.int32)}, ValueError, "needs max_segments"),
+    ({"segment_ids": np.ones((2, 40), np.int32)}, ValueError, "segment_ids must be"),
+    ({"kv_segment_ids": np.ones((3, 40), np.int32)}, ValueError, "needs segment_ids"),
+    ({"query_seq_lengths": np.ones(3)}, ValueError, "query_seq_lengths must hold integers"),
+    ({"query_seq_lengths": np.ones(2, np.int32)}, ValueError, "query_seq_lengths must be"),
+    ({"local_window_size": (-1, 2)}, ValueError, "local_window_size"),
+    ({"scale": np.inf}, ValueError, "softmax_scale"),
+    (
+      {
+        "segment_ids": np.ones((3, 40), np.int32),
+        "max_segments": 2,
+        "query_seq_lengths": np.ones(3, np.int32),
+      },
+      ValueError,
+      "exclude each other",
+    ),
+  ],
+)
+def test_bad_argument_is_named(options, error, match):
+  with pytest.raises(error, match=match):
+    jax_magi.dot_product_attention(*_inputs(), **options)
+
+
+def test_bad_shapes_are_named():
+  q, k, v = _inputs()
+  with pytest.raises(ValueError, match="key must be"):
+    jax_magi.dot_product_attention(q, k[0], v)
+  with pytest.raises(ValueError, match="value must have query's batch of 3, got 2"):
+    jax_magi.dot_product_attention(q, k, v[:2])

@@ -1,0 +1,238 @@
+"""AttentionMask: constructors, crops, areas, and the overlap check."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import jax_magi
+from jax_magi import AttentionMask, MaskType
+from tests.test_random_masks import masks
+
+
+def _grid(q_len, k_len):
+  return np.arange(q_len)[:, None], np.arange(k_len)[None, :]
+
+
+def test_classic_types_follow_their_local_rules():
+  for sq, sk in ((5, 3), (4, 4), (3, 6)):
+    i, j = _grid(sq, sk)
+    rules = {
+      MaskType.FULL: np.ones((sq, sk), bool),
+      MaskType.CAUSAL: j <= i + (sk - sq),
+      MaskType.INV_CAUSAL: j >= i,
+      MaskType.BI_CAUSAL: (j <= i + (sk - sq)) & (j >= i),
+    }
+    for mask_type, expected in rules.items():
+      mask = AttentionMask.from_ranges([[2, 2 + sq]], [[3, 3 + sk]], [mask_type])
+      np.testing.assert_array_equal(mask.to_dense()[2:, 3:], expected, err_msg=mask_type.name)
+      assert mask.to_dense()[:2].sum() == mask.to_dense()[:, :3].sum() == 0
+
+
+def test_full_causal_and_window():
+  i, j = _grid(6, 9)
+  np.testing.assert_array_equal(AttentionMask.full(6, 9).to_dense(), True)
+  np.testing.assert_array_equal(AttentionMask.causal(6, 9).to_dense(), j <= i + 3)
+  window = AttentionMask.sliding_window(6, 9, left=2, right=1)
+  np.testing.assert_array_equal(window.to_dense(), (j >= i + 3 - 2) & (j <= i + 3 + 1))
+  assert window.slices.shape == (1, 6)
+  right_only = AttentionMask.sliding_window(6, left=None, right=2)
+  i, j = _grid(6, 6)
+  np.testing.assert_array_equal(right_only.to_dense(), j <= i + 2)
+
+
+def test_prefix_lm():
+  i, j = _grid(9, 9)
+  np.testing.assert_array_equal(AttentionMask.prefix_lm(4, 9).to_dense(), (j <= i) | (j < 4))
+  for prefix_len in (0, 9):
+    assert AttentionMask.prefix_lm(prefix_len, 9).area() == (45, 81)[prefix_len > 0]
+
+
+def test_block_causal():
+  i, j = _grid(10, 10)
+  np.testing.assert_array_equal(AttentionMask.block_causal(4, 10).to_dense(), j // 4 <= i // 4)
+
+
+def test_shared_question():
+  owner = np.array([0] * 3 + [1] * 2 + [2] * 4)
+  i, j = _grid(9, 9)
+  sees = (j <= i) & ((owner[None, :] == 0) | (owner[None, :] == owner[:, None]))
+  np.testing.assert_array_equal(AttentionMask.shared_question(3, [2, 4]).to_dense(), sees)
+
+
+def _segment_mask(ids, kv_ids, causal):
+  same = (ids[:, None] == kv_ids[None, :]) & (ids[:, None] > 0)
+  if causal:
+    # Position from the end of its own document.
+    def to_end(x):
+      return np.array([len(x) - 1 - i - np.argmax(x[::-1] == v) for i, v in enumerate(x)])
+
+    same &= to_end(kv_ids)[None, :] >= to_end(ids)[:, None]
+  return same
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_segment_ids(causal, is_traced):
+  ids = np.array([1, 1, 2, 2, 2, 4, 0, 0], np.int32)
+  kv_ids = np.array([1, 1, 1, 2, 4, 4], np.int32)
+
+  def dense(ids, kv_ids):
+    return AttentionMask.from_segment_ids(ids, 5, kv_ids=kv_ids, causal=causal).to_dense()
+
+  dense = jax.jit(dense) if is_traced else dense
+  np.testing.assert_array_equal(dense(ids, ids), _segment_mask(ids, ids, causal))
+  np.testing.assert_array_equal(dense(ids, kv_ids), _segment_mask(ids, kv_ids, causal))
+
+
+def test_segment_ids_with_window():
+  ids = np.repeat([1, 2], [5, 6])
+  i, j = _grid(11, 11)
+  expected = (ids[:, None] == ids[None, :]) & (j >= i - 2) & (j <= i + 1)
+  mask = AttentionMask.from_segment_ids(ids, 2, window=(2, 1))
+  np.testing.assert_array_equal(mask.to_dense(), expected)
+  causal = AttentionMask.from_segment_ids(ids, 2, window=(2, 1), causal=True)
+  np.testing.assert_array_equal(causal.to_dense(), expected & (j <= i))
+
+
+def test_traced_segment_ids_above_the_bound_see_nothing():
+  ids = jnp.array([1, 1, 7, 7])
+  dense = jax.jit(lambda ids: AttentionMask.from_segment_ids(ids, 2).to_dense())(ids)
+  np.testing.assert_array_equal(dense, _segment_mask(np.array([1, 1, 0, 0]), np.array([1, 1, 9, 9]), False))
+
+
+def test_cu_seqlens():
+  ids = np.repeat([1, 2, 3], [2, 0, 4])
+  mask = AttentionMask.from_cu_seqlens([0, 2, 2, 6], causal=True)
+  np.testing.assert_array_equal(mask.to_dense(), _segment_mask(ids, ids, causal=True))
+  padded = AttentionMask.from_cu_seqlens([0, 2, 2, 6], q_len=8)
+  assert padded.q_len == padded.k_len == 8 and padded.area() == 4 + 16
+
+
+@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.given(mask=masks(), data=st.data())
+def test_crop_and_area_agree_with_the_dense_mask(mask, data):
+  dense = mask.to_dense()
+  assert mask.area() == dense.sum()
+  window = [data.draw(st.integers(-5, n + 5)) for n in (mask.q_len, mask.q_len, mask.k_len, mask.k_len)]
+  (q_begin, q_end), (k_begin, k_end) = sorted(window[:2]), sorted(window[2:])
+  margin = 300
+  padded = np.pad(dense, margin)
+  expected = padded[q_begin + margin : q_end + margin, k_begin + margin : k_end + margin]
+  np.testing.assert_array_equal(mask.crop(q_begin, q_end, k_begin, k_end).to_dense(), expected)
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+  slices=st.lists(
+    st.tuples(*[st.integers(0, 12)] * 4, st.integers(-12, 12), st.integers(-12, 12)),
+    min_size=2,
+    max_size=4,
+  )
+)
+def test_overlap_check_agrees_with_counting(slices):
+  table = np.array(slices, np.int32)
+  table[:, :4] = np.sort(table[:, :4].reshape(-1, 2, 2), axis=2).reshape(-1, 4)
+  covered = sum(AttentionMask(table[i : i + 1], 12, 12).to_dense().astype(int) for i in range(len(table)))
+  if covered.max() > 1:
+    with pytest.raises(ValueError, match="overlap"):
+      AttentionMask(table, 12, 12)
+  else:
+    assert AttentionMask(table, 12, 12).area() == covered.sum()
+
+
+def test_overlap_error_names_the_two_slices():
+  ranges = [[0, 4], [4, 8], [8, 12], [6, 9]]
+  with pytest.raises(ValueError, match="slices 1 and 3 overlap"):
+    AttentionMask.from_ranges(ranges, [[0, 4]] * 4)
+
+
+def test_overlap_check_is_quick_for_many_slices():
+  cu_seqlens = np.arange(0, 50_001, dtype=np.int32)
+  assert AttentionMask.from_cu_seqlens(cu_seqlens).area() == 50_000
+
+
+def test_union():
+  left = AttentionMask.from_ranges([[0, 4]], [[0, 4]], q_len=8, k_len=8)
+  right = AttentionMask.from_ranges([[4, 8]], [[2, 8]], [1], q_len=8, k_len=8)
+  np.testing.assert_array_equal((left + right).to_dense(), left.to_dense() | right.to_dense())
+  with pytest.raises(ValueError, match="overlap"):
+    left + AttentionMask.causal(8)
+  with pytest.raises(ValueError, match="same lengths"):
+    left + AttentionMask.causal(9)
+  with pytest.raises(TypeError):
+    left + 1
+
+
+def test_mask_is_a_pytree_of_its_slices():
+  mask = AttentionMask.causal(8)
+  (leaf,) = jax.tree.leaves(mask)
+  assert leaf is mask.slices
+  doubled = jax.tree.map(lambda s: s, mask)
+  assert (doubled.q_len, doubled.k_len) == (8, 8)
+  assert "slices" in str(jax.tree_util.tree_flatten_with_path(mask)[0][0][0][0])
+
+
+def test_huge_masks_cost_nothing_to_describe():
+  length = 2**29
+  mask = AttentionMask.causal(length)
+  assert mask.area() == length * (length + 1) // 2
+  assert "slices" in repr(mask)
+
+
+@pytest.mark.parametrize(
+  "mask",
+  [
+    AttentionMask.shared_question(20, [10, 30]),
+    AttentionMask.from_ranges([[0, 0], [3, 5]], [[0, 0], [2, 2]], q_len=10, k_len=10),
+    AttentionMask(np.zeros((0, 6), np.int32), 0, 0),
+    AttentionMask.causal(1_000_000),
+  ],
+)
+def test_plot(mask, tmp_path):
+  matplotlib.use("Agg")
+  ax = mask.plot(title="a mask")
+  ax.figure.savefig(tmp_path / "mask.png")
+  assert ax.get_xlabel() == "key" and ax.get_ylabel() == "query"
+
+
+def test_plot_needs_concrete_slices():
+  with pytest.raises(ValueError, match="concrete"):
+    jax.jit(lambda mask: mask.plot())(AttentionMask.causal(4))
+
+
+def test_merge_of_two_halves_is_the_whole():
+  rng = np.random.default_rng(0)
+  q, k, v = (rng.standard_normal((40, 2, 16)).astype(np.float32) for _ in range(3))
+  whole = AttentionMask.causal(40)
+
+  def halves(q, k, v):
+    parts = [
+      jax_magi.attention(q, k[b:e], v[b:e], whole.crop(0, 40, b, e)) for b, e in ((0, 25), (25, 40))
+    ]
+    out, lse = jax_magi.merge_attention([o for o, _ in parts], [m.lse for _, m in parts])
+    return out, lse
+
+  def direct(q, k, v):
+    out, meta = jax_magi.attention(q, k, v, whole)
+    return out, meta.lse
+
+  def loss(fun):
+    return lambda *x: sum(jnp.sum(jnp.sin(y)) for y in fun(*x))
+
+  for a, b in zip(halves(q, k, v), direct(q, k, v), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  expected = jax.grad(loss(direct), (0, 1, 2))(q, k, v)
+  for a, b in zip(jax.grad(loss(halves), (0, 1, 2))(q, k, v), expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_merge_of_rows_that_see_nothing():
+  out, lse = jax_magi.merge_attention(
+    [jnp.zeros((3, 1, 4))] * 2, [jnp.full((3, 1), -jnp.inf)] * 2
+  )
+  np.testing.assert_array_equal(out, 0.0)
+  np.testing.assert_array_equal(lse, -np.inf)

@@ -1,0 +1,320 @@
+"""jit, vmap, scan, checkpoint, shardings, export: attention under JAX's transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_magi
+from jax_magi import AttentionMask
+
+_IMPLEMENTATIONS = ["cpu", "blockwise"]
+_TARGET = "jax_magi_attention_forward"
+
+
+def _arrays(seed, *shapes):
+  rng = np.random.default_rng(seed)
+  return [rng.standard_normal(s).astype(np.float32) for s in shapes]
+
+
+def _batch(batch=4, length=64, num_q_heads=8, num_kv_heads=4, dim=16):
+  q = (batch, length, num_q_heads, dim)
+  kv = (batch, length, num_kv_heads, dim)
+  return _arrays(0, q, kv, kv)
+
+
+def _masks(length, cuts):
+  """One two-document causal mask per cut, stacked."""
+  slices = [
+    AttentionMask.from_segment_ids(np.repeat([1, 2], [c, length - c]), 2, causal=True).slices
+    for c in cuts
+  ]
+  return np.stack(slices)
+
+
+def _loss(q, k, v, slices, sink, implementation=None):
+  mask = AttentionMask(slices, q.shape[0], k.shape[0])
+  out, meta = jax_magi.attention(
+    q, k, v, mask, sink=sink, return_max_logits=True, implementation=implementation
+  )
+  return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(meta.lse)), (out, meta)
+
+
+def _assert_trees_close(a, b):
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), a, b)
+
+
+# --- jit ---
+
+
+def test_new_masks_of_one_shape_compile_once():
+  q, k, v = (x[0] for x in _batch())
+  traces = []
+
+  @jax.jit
+  def step(q, k, v, mask):
+    traces.append(None)
+    return jax.grad(lambda q: _loss(q, k, v, mask.slices, None)[0])(q)
+
+  masks = [
+    AttentionMask.causal(64).pad(3),
+    AttentionMask.full(64).pad(3),
+    AttentionMask.prefix_lm(20, 64).pad(3),
+    AttentionMask.from_cu_seqlens([0, 10, 40, 64]),
+    AttentionMask.sliding_window(64, left=3).pad(3),
+  ]
+  for mask in masks:
+    got = step(q, k, v, mask)
+    _assert_trees_close(got, jax.grad(lambda q, m=mask: _loss(q, k, v, m.slices, None)[0])(q))
+  assert len(traces) == 1
+  assert step._cache_size() == 1
+
+
+# --- vmap ---
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("mapped", ["all", "mask_shared", "kv_shared", "only_mask", "only_sink"])
+def test_vmap_is_a_loop(implementation, mapped):
+  q, k, v = _batch()
+  slices = _masks(64, [10, 20, 30, 64])
+  (sink,) = _arrays(1, (4, 8))
+  axes = {
+    "all": (0, 0, 0, 0, 0),
+    "mask_shared": (0, 0, 0, None, 0),
+    "kv_shared": (0, None, None, 0, None),
+    "only_mask": (None, None, None, 0, None),
+    "only_sink": (None, None, None, None, 0),
+  }[mapped]
+  operands = [
+    x if a == 0 else x[0] for x, a in zip((q, k, v, slices, sink), axes, strict=True)
+  ]
+  fun = functools.partial(_loss, implementation=implementation)
+  fun = jax.value_and_grad(fun, argnums=(0, 1, 2, 4), has_aux=True)
+  got = jax.jit(jax.vmap(fun, axes))(*operands)
+  one = jax.jit(fun)
+  for i in range(4):
+    single = [x[i] if a == 0 else x for x, a in zip(operands, axes, strict=True)]
+    _assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), one(*single))
+
+
+def test_vmap_is_one_kernel_call_and_keeps_a_shared_mask_shared():
+  q, k, v = _batch()
+  mask = AttentionMask.causal(64)
+  fun = jax.vmap(lambda q, k, v: jax_magi.attention(q, k, v, mask, implementation="cpu")[0])
+  text = str(jax.make_jaxpr(fun)(q, k, v))
+  assert text.count(f"target_name={_TARGET}") == 1
+  assert "i32[1,1,6]" in text and "i32[4,1,6]" not in text
+
+
+def test_vmap_of_vmap():
+  q, k, v = _batch(6)
+  slices = _masks(64, [10, 30])  # Over the outer axis only.
+  nested = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)]
+  fun = jax.grad(lambda *x: _loss(*x, None)[0], argnums=(0, 1, 2))
+  got = jax.vmap(jax.vmap(fun, (0, 0, 0, None)))(*nested, slices)
+  for i in range(2):
+    for j in range(3):
+      expected = fun(*(x[i, j] for x in nested), slices[i])
+      _assert_trees_close([x[i, j] for x in got], list(expected))
+
+
+def test_vmap_over_another_axis():
+  q, k, v = (x[0] for x in _batch())
+  mask = AttentionMask.causal(64)
+  stacked = [np.stack([x, 2 * x], axis=1) for x in (q, k, v)]
+  out = jax.vmap(lambda *x: jax_magi.attention(*x, mask)[0], in_axes=1, out_axes=2)(*stacked)
+  np.testing.assert_allclose(out[:, :, 0], jax_magi.attention(q, k, v, mask)[0], rtol=1e-6)
+
+
+# --- scan and checkpoint ---
+
+
+def test_scan_stacks_max_logits():
+  x = _arrays(0, (64, 4, 16))[0]
+  mask = AttentionMask.causal(64)
+
+  def layer(x, scale):
+    out, meta = jax_magi.attention(scale * x, x, x, mask, return_max_logits=True)
+    return out, meta.max_logits
+
+  scales = np.array([1.0, 2.0, 3.0], np.float32)
+  final, max_logits = jax.jit(lambda x: jax.lax.scan(layer, x, scales))(x)
+  assert max_logits.shape == (3, 4)
+  for scale, row in zip(scales, max_logits, strict=True):
+    x, expected = layer(x, scale)
+    np.testing.assert_allclose(row, expected, rtol=1e-5)
+  np.testing.assert_allclose(final, x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("policy", "num_forward_calls"),
+  [
+    (None, 2),
+    (jax.checkpoint_policies.save_only_these_names(*jax_magi.CHECKPOINT_NAMES), 1),
+  ],
+)
+def test_checkpoint_policy_can_keep_the_residuals(policy, num_forward_calls):
+  x = _arrays(0, (64, 4, 16))[0]
+  mask = AttentionMask.causal(64)
+
+  @functools.partial(jax.checkpoint, policy=policy)
+  def block(x):
+    return jnp.sin(jax_magi.attention(x, x, x, mask, implementation="cpu")[0])
+
+  def loss(x):
+    # In a scan, or XLA's common subexpression elimination could hide the second call.
+    return jax.lax.scan(lambda x, _: (block(x), None), x, None, length=2)[0].sum()
+
+  text = str(jax.make_jaxpr(jax.value_and_grad(loss))(x))
+  assert text.count(f"target_name={_TARGET}") == num_forward_calls
+  plain = jax.grad(lambda x: block.__wrapped__(block.__wrapped__(x)).sum())(x)
+  np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), plain, rtol=1e-4, atol=1e-5)
+
+
+# --- shardings ---
+
+
+def _mesh(axis_type, shape=(4,), names=("x",)):
+  return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+
+
+@pytest.mark.parametrize("implementation", [None, *_IMPLEMENTATIONS])
+def test_shard_map(implementation):
+  mesh = _mesh(AxisType.Auto)
+  q, k, v = _batch()
+  slices = _masks(64, [10, 20, 30, 64])
+  k, v = k[:1], v[:1]  # Replicated: their gradients are sums over devices.
+
+  def local(q, k, v, slices):
+    fun = functools.partial(_loss, implementation=implementation)
+    loss, (out, meta) = jax.vmap(fun, (0, None, None, 0, None))(q, k[0], v[0], slices, None)
+    return jax.lax.psum(loss.sum(), "x"), (out, meta.lse, meta.max_logits)
+
+  sharded = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(P("x"), P(), P(), P("x")),
+    out_specs=(P(), P("x")),
+    check_vma=True,
+  )
+  got = jax.jit(jax.value_and_grad(sharded, (0, 1, 2), has_aux=True))(q, k, v, slices)
+
+  def plain(q, k, v, slices):
+    loss, (out, meta) = jax.vmap(_loss, (0, None, None, 0, None))(q, k[0], v[0], slices, None)
+    return loss.sum(), (out, meta.lse, meta.max_logits)
+
+  expected = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(q, k, v, slices)
+  _assert_trees_close(got, expected)
+
+
+def test_shard_map_types_results_as_varying():
+  q, k, v = _batch()
+  mask = AttentionMask.causal(64)
+
+  def local(q, k, v):
+    return jax.vmap(lambda *x: jax_magi.attention(*x, mask)[0])(q, k, v)
+
+  mesh = _mesh(AxisType.Auto)
+  wrong = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=True)
+  with pytest.raises(ValueError, match="out_specs"):
+    jax.jit(wrong)(q, k, v)
+
+
+_SPECS = {
+  "batch": P("x"),
+  "heads": P(None, None, "x"),
+  "batch_and_heads": P("x", None, "y"),
+}
+
+
+def _btnh(q, k, v):
+  def fun(q, k, v):
+    out, meta = jax_magi.dot_product_attention(
+      q, k, v, is_causal=True, return_meta=True, return_max_logits=True
+    )
+    return (out, meta.lse), meta.max_logits
+
+  (out, lse), vjp, max_logits = jax.vjp(fun, q, k, v, has_aux=True)
+  return out, lse, max_logits, vjp((out, lse))
+
+
+@pytest.mark.parametrize("spec", _SPECS)
+@pytest.mark.parametrize("num_kv_heads", [8, 4])
+def test_jit_keeps_batch_and_head_shardings(spec, num_kv_heads):
+  if spec == "batch_and_heads":
+    mesh = _mesh(AxisType.Auto, (2, 2), ("x", "y"))
+  else:
+    mesh = _mesh(AxisType.Auto)
+  sharding = NamedSharding(mesh, _SPECS[spec])
+  arrays = _batch(num_kv_heads=num_kv_heads)
+  sharded = [jax.device_put(x, sharding) for x in arrays]
+  compiled = jax.jit(_btnh).lower(*sharded).compile()
+  for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+    assert collective not in compiled.as_text()
+  got = compiled(*sharded)
+  assert got[0].sharding.is_equivalent_to(sharding, 4)
+  _assert_trees_close(got, _btnh(*arrays))
+
+
+@pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, None, "x"), P(None, None, "x")])
+def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
+  # Two kv heads over four devices, sequences, head dims: gathered, not wrong.
+  arrays = _batch(num_kv_heads=2)
+  mesh = _mesh(AxisType.Auto)
+  shardings = [NamedSharding(mesh, spec), *[NamedSharding(mesh, P())] * 2]
+  sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+  _assert_trees_close(jax.jit(_btnh)(*sharded), _btnh(*arrays))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
+def test_explicit_axes(spec):
+  mesh = _mesh(AxisType.Explicit)
+  arrays = _batch()
+  expected = _btnh(*arrays)
+  with jax.set_mesh(mesh):
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+    got = jax.jit(_btnh)(*sharded)
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+  _assert_trees_close(jax.device_get(got), jax.device_get(expected))
+
+
+# --- export and other platforms ---
+
+
+def _exportable(q, k, v, slices):
+  mask = AttentionMask(slices, q.shape[0], k.shape[0])
+  return jax_magi.attention(q, k, v, mask)[0]
+
+
+def test_export_round_trip():
+  export = pytest.importorskip("jax.export")
+  arguments = (*(x[0] for x in _batch()), _masks(64, [20])[0])
+  allowed = [export.DisabledSafetyCheck.custom_call(_TARGET)]
+  exported = export.export(jax.jit(_exportable), disabled_checks=allowed)(*arguments)
+  restored = export.deserialize(exported.serialize())
+  np.testing.assert_array_equal(restored.call(*arguments), _exportable(*arguments))
+
+
+def test_platforms_without_native_kernels_get_the_blockwise_path():
+  arguments = (*(x[0] for x in _batch()), _masks(64, [20])[0])
+  traced = jax.jit(_exportable).trace(*arguments)
+  assert _TARGET not in traced.lower(lowering_platforms=("tpu",)).as_text()
+  assert _TARGET in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_sequences(implementation, q_len, k_len):
+  q, k, v = _arrays(0, (q_len, 4, 8), (k_len, 2, 8), (k_len, 2, 8))
+  mask = AttentionMask.full(q_len, k_len)
+  fun = functools.partial(_loss, implementation=implementation)
+  grad = jax.grad(lambda *x: fun(*x, mask.slices, None)[1][0].sum(), (0, 1, 2))
+  for g, x in zip(grad(q, k, v), (q, k, v), strict=True):
+    assert g.shape == x.shape and (g == 0).all()
+  _, (out, meta) = fun(q, k, v, mask.slices, None)
+  assert (out == 0).all() and (meta.lse == -jnp.inf).all() and (meta.max_logits == -jnp.inf).all()
