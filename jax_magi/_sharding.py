@@ -5,6 +5,7 @@ Without this, XLA gathers every operand of a custom call onto every device.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,11 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
   def partition(mesh, operand_types, result_types):
     q, k = operand_types[:2]
-    q_axes = dict(zip(operands[0], (*q.sharding.spec, *(None,) * q.ndim), strict=False))
-    head_axes = q_axes[_Q_HEADS]
+    batch_axes, head_axes = _find_axes(mesh, q, operands[0])
     # A group of query heads needs its kv head on the same device.
-    if heads_of(q.shape, k.shape)[1] % _num_shards(mesh, head_axes):
-      head_axes = None
-    axes = {_BATCH: q_axes[_BATCH], _Q_HEADS: head_axes, _KV_HEADS: head_axes}
+    if heads_of(q.shape, k.shape)[1] % math.prod(mesh.shape[name] for name in head_axes):
+      head_axes = ()
+    axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: head_axes}
 
     def shardings(dims, types):
       return tuple(
@@ -45,7 +45,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
           mesh,
           PartitionSpec(
             *(
-              None if letter == _BATCH and size == 1 else axes.get(letter)
+              () if letter == _BATCH and size == 1 else axes.get(letter, ())
               for letter, size in zip(letters, x.shape, strict=True)
             )
           ),
@@ -82,7 +82,9 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **sizes}
 
   partitioned = custom_partitioning(fun)
-  partitioned.def_partition(partition=partition, sharding_rule=sharding_rule)
+  partitioned.def_partition(
+    partition=partition, sharding_rule=sharding_rule, decode_shardings=False
+  )
   return partitioned
 
 
@@ -102,7 +104,18 @@ def with_auto_axes(fun: Callable, q: Any, q_dims: str, results: list[str]) -> Ca
   return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=out_sharding)
 
 
-def _num_shards(mesh: Any, axes: Any) -> int:
-  if axes is None:
-    return 1
-  return math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
+def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """The mesh axes over which q's batch and heads are split.
+
+  JAX could decode them, but raises where Shardy splits part of an axis, as it may when there are
+  fewer kv heads than devices. Here such a sharding is one that is not kept.
+  """
+  names = mesh.axis_names
+  for count in range(len(names) + 1):
+    for chosen in itertools.permutations(names, count):
+      for cut in range(count + 1):
+        axes = {_BATCH: chosen[:cut], _Q_HEADS: chosen[cut:]}
+        spec = PartitionSpec(*(axes.get(letter) for letter in q_dims))
+        if NamedSharding(mesh, spec).is_equivalent_to(q.sharding, q.ndim):
+          return axes[_BATCH], axes[_Q_HEADS]
+  return (), ()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_magi import _ffi  # noqa: F401 (registers the targets)
+from jax_magi import _ffi
 
 _F32 = np.float32
 

@@ -101,7 +101,9 @@ def test_segment_ids_with_window():
 def test_traced_segment_ids_above_the_bound_see_nothing():
   ids = jnp.array([1, 1, 7, 7])
   dense = jax.jit(lambda ids: AttentionMask.from_segment_ids(ids, 2).to_dense())(ids)
-  np.testing.assert_array_equal(dense, _segment_mask(np.array([1, 1, 0, 0]), np.array([1, 1, 9, 9]), False))
+  np.testing.assert_array_equal(
+    dense, _segment_mask(np.array([1, 1, 0, 0]), np.array([1, 1, 9, 9]), False)
+  )
 
 
 def test_cu_seqlens():
@@ -117,7 +119,9 @@ def test_cu_seqlens():
 def test_crop_and_area_agree_with_the_dense_mask(mask, data):
   dense = mask.to_dense()
   assert mask.area() == dense.sum()
-  window = [data.draw(st.integers(-5, n + 5)) for n in (mask.q_len, mask.q_len, mask.k_len, mask.k_len)]
+  window = [
+    data.draw(st.integers(-5, n + 5)) for n in (mask.q_len, mask.q_len, mask.k_len, mask.k_len)
+  ]
   (q_begin, q_end), (k_begin, k_end) = sorted(window[:2]), sorted(window[2:])
   margin = 300
   padded = np.pad(dense, margin)
@@ -136,7 +140,9 @@ def test_crop_and_area_agree_with_the_dense_mask(mask, data):
 def test_overlap_check_agrees_with_counting(slices):
   table = np.array(slices, np.int32)
   table[:, :4] = np.sort(table[:, :4].reshape(-1, 2, 2), axis=2).reshape(-1, 4)
-  covered = sum(AttentionMask(table[i : i + 1], 12, 12).to_dense().astype(int) for i in range(len(table)))
+  covered = sum(
+    AttentionMask(table[i : i + 1], 12, 12).to_dense().astype(int) for i in range(len(table))
+  )
   if covered.max() > 1:
     with pytest.raises(ValueError, match="overlap"):
       AttentionMask(table, 12, 12)
@@ -231,8 +237,6 @@ def test_merge_of_two_halves_is_the_whole():
 
 
 def test_merge_of_rows_that_see_nothing():
-  out, lse = jax_magi.merge_attention(
-    [jnp.zeros((3, 1, 4))] * 2, [jnp.full((3, 1), -jnp.inf)] * 2
-  )
+  out, lse = jax_magi.merge_attention([jnp.zeros((3, 1, 4))] * 2, [jnp.full((3, 1), -jnp.inf)] * 2)
   np.testing.assert_array_equal(out, 0.0)
   np.testing.assert_array_equal(lse, -np.inf)

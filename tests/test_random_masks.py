@@ -54,5 +54,7 @@ def test_random_mask_on_cpu(dtype, mask, seed, sink):
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(mask=masks(), seed=st.integers(0, 2**31))
 def test_random_mask_blockwise(mask, seed):
-  inputs = make_inputs(np.random.default_rng(seed), np.float32, mask.q_len, mask.k_len, 4, 2, 32, 24)
+  inputs = make_inputs(
+    np.random.default_rng(seed), np.float32, mask.q_len, mask.k_len, 4, 2, 32, 24
+  )
   check_attention(inputs, mask, "blockwise")

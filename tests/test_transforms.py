@@ -90,9 +90,7 @@ def test_vmap_is_a_loop(implementation, mapped):
     "only_mask": (None, None, None, 0, None),
     "only_sink": (None, None, None, None, 0),
   }[mapped]
-  operands = [
-    x if a == 0 else x[0] for x, a in zip((q, k, v, slices, sink), axes, strict=True)
-  ]
+  operands = [x if a == 0 else x[0] for x, a in zip((q, k, v, slices, sink), axes, strict=True)]
   fun = functools.partial(_loss, implementation=implementation)
   fun = jax.value_and_grad(fun, argnums=(0, 1, 2, 4), has_aux=True)
   got = jax.jit(jax.vmap(fun, axes))(*operands)
@@ -170,8 +168,8 @@ def test_checkpoint_policy_can_keep_the_residuals(policy, num_forward_calls):
     # In a scan, or XLA's common subexpression elimination could hide the second call.
     return jax.lax.scan(lambda x, _: (block(x), None), x, None, length=2)[0].sum()
 
-  text = str(jax.make_jaxpr(jax.value_and_grad(loss))(x))
-  assert text.count(f"target_name={_TARGET}") == num_forward_calls
+  text = jax.jit(jax.value_and_grad(loss)).lower(x).compile().as_text()
+  assert text.count(f'custom_call_target="{_TARGET}"') == num_forward_calls
   plain = jax.grad(lambda x: block.__wrapped__(block.__wrapped__(x)).sum())(x)
   np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), plain, rtol=1e-4, atol=1e-5)
 
