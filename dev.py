@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Development commands. Each sets up what it needs, in `.venv` and `build/`, on first use.
+
+python3 dev.py demo    run the quick-start example
+python3 dev.py test    run the tests (extra arguments go to pytest)
+python3 dev.py lint    check formatting, lint and types
+python3 dev.py bench   time attention against XLA's (extra arguments go to the benchmark)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+
+
+def run(*command: object, **environment: str) -> None:
+  """Runs a command from the repository root; a failure ends the program with its exit status."""
+  print("+", *command, flush=True)
+  status = subprocess.run(
+    [str(c) for c in command], cwd=ROOT, env={**os.environ, **environment}, check=False
+  ).returncode
+  if status:
+    sys.exit(status)
+
+
+def set_up() -> None:
+  """Makes the environment of pyproject.toml, and builds the package into it."""
+  pyproject = (ROOT / "pyproject.toml").read_bytes()
+  stamp = VENV / "pyproject.sha256"
+  digest = hashlib.sha256(pyproject).hexdigest()
+  config = tomllib.loads(pyproject.decode())
+  if not stamp.exists() or stamp.read_text() != digest:
+    requirements = [
+      *config["build-system"]["requires"],
+      *config["project"]["dependencies"],
+      *config["project"]["optional-dependencies"]["dev"],
+    ]
+    venv.create(VENV, with_pip=True)
+    run(PYTHON, "-m", "pip", "install", "--quiet", *requirements)
+  # Not isolated: the build folder is kept, and only what changed is compiled.
+  path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
+  install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--editable", ".")
+  run(PYTHON, "-m", "pip", *install, PATH=path)
+  stamp.write_text(digest)
+
+
+def demo(*arguments: str) -> None:
+  """Runs the quick-start example."""
+  run(PYTHON, "examples/quick_start.py", *arguments)
+
+
+def test(*arguments: str) -> None:
+  """Runs the tests, on all cores."""
+  run(PYTHON, "-m", "pytest", "-n", str(os.cpu_count() or 1), *arguments)
+
+
+def lint() -> None:
+  """Checks formatting, lint and types."""
+  run(PYTHON, "-m", "ruff", "check", ".")
+  run(PYTHON, "-m", "ruff", "format", "--check", ".")
+  run(PYTHON, "-m", "mypy")
+  sources = [p for s in ("*.h", "*.cc", "*.cuh", "*.cu") for p in sorted((ROOT / "cc").rglob(s))]
+  run(VENV / "bin" / "clang-format", "--dry-run", "--Werror", *sources)
+
+
+def bench(*arguments: str) -> None:
+  """Runs the attention benchmark."""
+  run(PYTHON, "-m", "benchmarks.attention", *arguments)
+
+
+COMMANDS = {command.__name__: command for command in (demo, test, lint, bench)}
+
+
+def main() -> None:
+  """Entry point."""
+  if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+    sys.exit(__doc__)
+  set_up()
+  COMMANDS[sys.argv[1]](*sys.argv[2:])
+
+
+if __name__ == "__main__":
+  main()
