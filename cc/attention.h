@@ -24,7 +24,7 @@ struct AttentionShape {
   int64_t num_slices;
   bool shared_slices;  // One slice list for the whole batch.
 
-  int64_t group() const { return num_q_heads / num_kv_heads; }
+  JAX_MAGI_INLINE int64_t group() const { return num_q_heads / num_kv_heads; }
 };
 
 struct AttentionParams {

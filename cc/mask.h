@@ -41,10 +41,16 @@ JAX_MAGI_INLINE Range Intersect(Range a, Range b) {
   return {Max(a.begin, b.begin), Min(a.end, b.end)};
 }
 
-// A traced mask is only seen here, so nothing has checked it: keep every index inside the arrays.
-JAX_MAGI_INLINE Slice ClampSlice(Slice s, int32_t q_len, int32_t k_len) {
-  return {Max(s.q_begin, 0),   Min(s.q_end, q_len),    Max(s.k_begin, 0),
-          Min(s.k_end, k_len), Max(s.lo, -kUnbounded), Min(s.hi, kUnbounded)};
+JAX_MAGI_INLINE int32_t Clamp(int32_t x, int32_t low, int32_t high) {
+  return Max(low, Min(x, high));
+}
+
+// A traced mask is only seen here, so nothing has checked it: keep every index inside the arrays,
+// and every sum inside 32 bits.
+JAX_MAGI_INLINE Slice ClampSlice(const Slice& s, int32_t q_len, int32_t k_len) {
+  return {Clamp(s.q_begin, 0, q_len),           Clamp(s.q_end, 0, q_len),
+          Clamp(s.k_begin, 0, k_len),           Clamp(s.k_end, 0, k_len),
+          Clamp(s.lo, -kUnbounded, kUnbounded), Clamp(s.hi, -kUnbounded, kUnbounded)};
 }
 
 // Keys that `row` sees. The row must lie in the slice.

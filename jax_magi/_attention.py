@@ -249,6 +249,11 @@ def dot_product_attention(
 
 
 def _call(config, q, k, v, slices, sink):
+  # Kernels take positive scales, under which the largest score is the largest logit.
+  if config.softmax_scale < 0.0:
+    q, config = -q, dataclasses.replace(config, softmax_scale=-config.softmax_scale)
+  elif config.softmax_scale == 0.0:
+    q, config = jnp.zeros_like(q), dataclasses.replace(config, softmax_scale=1.0)
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   operands = vary_together(q, k, v, slices, sink)
   op = functools.partial(_ops.attention, config)

@@ -10,6 +10,8 @@ Each op has one target name; each platform registers its handler under it.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import jax
@@ -19,17 +21,56 @@ import numpy as np
 from jax_magi import _cpu
 from jax_magi._varying import vary_together
 
+try:
+  from jax_magi import _cuda
+except ImportError:  # Built without nvcc.
+  _cuda = None  # type: ignore[assignment]
+
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
 
-# JAX's lowering platform -> its native kernels' module. A build without nvcc has no `_cuda`.
-_MODULES: dict[str, Any] = {"cpu": _cpu}
+# JAX's lowering platform -> its native kernels' module.
+_MODULES: dict[str, Any] = {"cpu": _cpu} | ({"cuda": _cuda} if _cuda else {})
 
 PLATFORMS = tuple(_MODULES)
 
 for _platform, _module in _MODULES.items():
   for _name, _handler in _module.handlers().items():
-    jax.ffi.register_ffi_target(_name, _handler, platform=_platform)
+    # The FFI's own name for the platform that lowering calls "cuda".
+    _where = {"cuda": "CUDA"}.get(_platform, _platform)
+    jax.ffi.register_ffi_target(_name, _handler, platform=_where)
+
+_MAX_CUDA_HEAD_DIM = 256
+
+# Rows of the CUDA kernels' smallest query tile, and what they note for each, in bytes.
+_SMALLEST_TILE, _TILE_BYTES, _HEADER_BYTES = 128, 64, 32
+
+
+def supports(platform: str, q: Any, v: Any) -> bool:
+  """Whether the platform's kernels take these operands on the devices that are there."""
+  if platform not in PLATFORMS:
+    return False
+  if platform != "cuda":
+    return True
+  is_16_bit = q.dtype in (jnp.bfloat16, jnp.float16)
+  return is_16_bit and max(q.shape[-1], v.shape[-1]) <= _MAX_CUDA_HEAD_DIM and _has_hopper()
+
+
+@functools.cache
+def _has_hopper() -> bool:
+  """False where there are CUDA devices of another generation. Without any, we may be exporting."""
+  try:
+    devices = jax.devices("cuda")
+  except RuntimeError:
+    return True
+  others = {d.compute_capability for d in devices} - {"9.0"}
+  if others:
+    warnings.warn(
+      f"jax_magi's CUDA kernels are for Hopper GPUs (compute capability 9.0), and there are "
+      f"{sorted(others)}: using the slower implementation='blockwise'",
+      stacklevel=2,
+    )
+  return not others
 
 
 def _call(name: str, operands: tuple[Any, ...], results: Any, **attributes: Any) -> Any:
@@ -48,19 +89,22 @@ def attention_forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out, lse, max_logits."""
   batch, q_len, num_q_heads, _ = q.shape
-  return _call(
+  num_tiles = batch * -(-q_len // _SMALLEST_TILE)
+  out, lse, max_logits, _ = _call(
     _FORWARD,
     (q, k, v, slices, sink),
     [
       ((batch, q_len, num_q_heads, v.shape[-1]), q.dtype),
       ((batch, q_len, num_q_heads), np.float32),
       ((batch, num_q_heads), np.float32),
+      ((_HEADER_BYTES + _TILE_BYTES * num_tiles,), np.uint8),  # Workspace.
     ],
     # Attributes are typed strictly.
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
   )
+  return out, lse, max_logits
 
 
 def attention_backward(

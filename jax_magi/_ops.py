@@ -82,14 +82,15 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 def _forward(config: AttentionConfig) -> Callable:
   math = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
   native = functools.partial(_ffi.attention_forward, **math, sm_margin=config.sm_margin)
+  dims = ["bqhd", "bkgd", "bkge", "bnc", "bh"], ["bqhe", "bqh", "bh"]
+  cuda = functools.partial(_with_padded_dims, native)
   return _fold_batch(
     _by_platform(
       config.implementation,
-      native=keep_batch_and_heads(
-        lambda *operands: tuple(native(*operands)),
-        ["bqhd", "bkgd", "bkge", "bnc", "bh"],
-        ["bqhe", "bqh", "bh"],
-      ),
+      natives={
+        "cpu": keep_batch_and_heads(native, *dims),
+        "cuda": keep_batch_and_heads(cuda, *dims),
+      },
       blockwise=functools.partial(_blockwise.attention_forward, **math),
     ),
     slices_index=3,
@@ -109,28 +110,43 @@ def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
     deterministic=config.deterministic,
     sm_margin=config.sm_margin,
   )
+  dims = ["bqhd", "bkgd", "bkge", "bqhe", "bhq", "bhq", "bnc"], ["bqhd", "bkgd", "bkge"]
   return _fold_batch(
     _by_platform(
       config.implementation,
-      native=keep_batch_and_heads(
-        lambda *operands: tuple(native(*operands)),
-        ["bqhd", "bkgd", "bkge", "bqhe", "bhq", "bhq", "bnc"],
-        ["bqhd", "bkgd", "bkge"],
-      ),
+      natives={"cpu": keep_batch_and_heads(native, *dims)},
       blockwise=functools.partial(_blockwise.attention_backward, **math),
     ),
     slices_index=6,
   )
 
 
-def _by_platform(implementation: str | None, *, native: Callable, blockwise: Callable) -> Callable:
+def _with_padded_dims(native: Callable, q, k, v, *rest):
+  """For kernels that read rows in units of 16 bytes: pads head dims to multiples of 8."""
+  value_dim = v.shape[-1]
+  q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[-1] % 8)]) for x in (q, k, v))
+  out, *statistics = native(q, k, v, *rest)
+  return out[..., :value_dim], *statistics
+
+
+def _by_platform(
+  implementation: str | None, *, natives: dict[str, Callable], blockwise: Callable
+) -> Callable:
   """The native kernel where the platform that is compiled for has one; blockwise elsewhere."""
-  if implementation == "blockwise":
-    return blockwise
-  if implementation is not None:
-    return lambda *operands: lax.platform_dependent(*operands, **{implementation: native})
-  natives = dict.fromkeys(_ffi.PLATFORMS, native)
-  return lambda *operands: lax.platform_dependent(*operands, default=blockwise, **natives)
+
+  def call(q, k, v, *rest):
+    usable = {
+      platform: fun
+      for platform, fun in natives.items()
+      if implementation in (None, platform) and _ffi.supports(platform, q, v)
+    }
+    if not usable:
+      return blockwise(q, k, v, *rest)
+    # Asked for by name, a platform has no replacement.
+    default = {"default": blockwise} if implementation is None else {}
+    return lax.platform_dependent(q, k, v, *rest, **usable, **default)
+
+  return call
 
 
 def _fold_batch(fun: Callable, slices_index: int) -> Callable:

@@ -28,6 +28,9 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     results: likewise.
   """
 
+  def positional(*arrays):  # custom_partitioning wants to see no keywords.
+    return tuple(fun(*arrays))
+
   def heads_of(q_shape, k_shape) -> tuple[int, int]:
     return q_shape[operands[0].index(_Q_HEADS)], k_shape[operands[1].index(_KV_HEADS)]
 
@@ -53,7 +56,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
         for letters, x in zip(dims, types, strict=True)
       )
 
-    return mesh, fun, shardings(results, result_types), shardings(operands, operand_types)
+    return mesh, positional, shardings(results, result_types), shardings(operands, operand_types)
 
   def sharding_rule(_, operand_types, result_types):
     num_q_heads, num_kv_heads = heads_of(operand_types[0].shape, operand_types[1].shape)
@@ -81,7 +84,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     sizes = {"group": num_q_heads // num_kv_heads} if "group" in whole else {}
     return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **sizes}
 
-  partitioned = custom_partitioning(fun)
+  partitioned = custom_partitioning(positional)
   partitioned.def_partition(
     partition=partition, sharding_rule=sharding_rule, decode_shardings=False
   )

@@ -26,6 +26,7 @@ def _forward(change):
     "out": ((2, 8, 4, 16), _F32),
     "lse": ((2, 8, 4), _F32),
     "max_logits": ((2, 4), _F32),
+    "workspace": ((96,), np.uint8),
   }
   attributes = {"softmax_scale": _F32(1), "softcap": _F32(0), "sm_margin": np.int32(0)}
   _run("jax_magi_attention_forward", operands, results, attributes, change)
@@ -115,7 +116,7 @@ def test_backward_names_the_wrong_operand(name, wrong):
 
 
 def test_wrongly_typed_attribute_is_an_error():
-  call = jax.ffi.ffi_call("jax_magi_attention_forward", [_struct((1, 8, 4, 16))] * 3)
+  call = jax.ffi.ffi_call("jax_magi_attention_forward", [_struct((1, 8, 4, 16))] * 4)
   with pytest.raises(jax.errors.JaxRuntimeError):
     jax.block_until_ready(
       call(*[jnp.zeros((1, 8, 4, 16))] * 5, softmax_scale=1, softcap=_F32(0), sm_margin=np.int32(0))

@@ -208,7 +208,7 @@ void SoftmaxGradient(Range keys, int num_rows, float softcap, const float* lse, 
       }
       // A hidden pair's logit may exceed lse by any amount; it is zeroed afterwards, but must not
       // leave the range of Exp.
-      const Vec p = Exp(Min(logit - row_lse, Broadcast(80.0f)));
+      const Vec p = Exp(Min(Broadcast(80.0f), logit - row_lse));  // Keeps NaN.
       Store(s, p);
       Store(ds, p * (Load(ds) - row_delta) * slope);
     }

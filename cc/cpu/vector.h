@@ -60,7 +60,8 @@ JAX_MAGI_INLINE Vec Exp(Vec x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const Vec scaled = (Vec)((IntVec)p + ((IntVec)shifted << 23));
-  return Select(x < -87.0f, Vec{}, scaled);
+  // A NaN's own bits would take part in the addition above.
+  return Select(x != x, x, Select(x < -87.0f, Vec{}, scaled));
 }
 
 JAX_MAGI_INLINE Vec Tanh(Vec x) {

@@ -92,4 +92,34 @@ ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
+ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer out,
+                         ffi::AnyBuffer lse, ffi::AnyBuffer max_logits, float softmax_scale,
+                         float softcap, ForwardArgs* args) {
+  const char* context = "jax_magi attention forward";
+  JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
+  const AttentionShape& s = args->shape;
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"sink", sink}, {s.batch, s.num_q_heads}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"out", out}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", lse}, {s.batch, s.q_len, s.num_q_heads}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"max_logits", max_logits}, {s.batch, s.num_q_heads}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"out", out}, {q.element_type()}));
+  for (const NamedBuffer& named :
+       {NamedBuffer{"sink", sink}, {"lse", lse}, {"max_logits", max_logits}}) {
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
+  }
+  args->params = {softmax_scale, softcap};
+  args->q = q.untyped_data();
+  args->k = k.untyped_data();
+  args->v = v.untyped_data();
+  args->slices = static_cast<const Slice*>(slices.untyped_data());
+  args->sink = static_cast<const float*>(sink.untyped_data());
+  args->out = out.untyped_data();
+  args->lse = static_cast<float*>(lse.untyped_data());
+  args->max_logits = static_cast<float*>(max_logits.untyped_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace jax_magi

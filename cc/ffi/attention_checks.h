@@ -25,6 +25,13 @@ xla::ffi::Error CheckDims(const char* context, const NamedBuffer& named,
 xla::ffi::Error CheckDType(const char* context, const NamedBuffer& named,
                            std::initializer_list<xla::ffi::DataType> allowed);
 
+// Fills `args` of a forward call, and checks all of it.
+xla::ffi::Error DecodeForward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
+                              xla::ffi::AnyBuffer slices, xla::ffi::AnyBuffer sink,
+                              xla::ffi::AnyBuffer out, xla::ffi::AnyBuffer lse,
+                              xla::ffi::AnyBuffer max_logits, float softmax_scale, float softcap,
+                              ForwardArgs* args);
+
 // Fills `shape` from q, k, v and slices, and `dtype` from q.
 xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k,
                                 xla::ffi::AnyBuffer v, xla::ffi::AnyBuffer slices,

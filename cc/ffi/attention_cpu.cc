@@ -86,32 +86,12 @@ ffi::Error Finish(const char* context, bool done) {
 ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
-                   float softmax_scale, float softcap, int32_t /*sm_margin*/) {
-  const char* context = "jax_magi attention forward";
+                   ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
+                   int32_t /*sm_margin*/) {
   ForwardArgs args;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args.shape, &args.dtype));
-  const AttentionShape& s = args.shape;
-  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"sink", sink}, {s.batch, s.num_q_heads}));
   JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"out", *out}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", *lse}, {s.batch, s.q_len, s.num_q_heads}));
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"max_logits", *max_logits}, {s.batch, s.num_q_heads}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"out", *out}, {q.element_type()}));
-  for (const NamedBuffer& named :
-       {NamedBuffer{"sink", sink}, {"lse", *lse}, {"max_logits", *max_logits}}) {
-    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
-  }
-  args.params = {softmax_scale, softcap};
-  args.q = q.untyped_data();
-  args.k = k.untyped_data();
-  args.v = v.untyped_data();
-  args.slices = static_cast<const Slice*>(slices.untyped_data());
-  args.sink = static_cast<const float*>(sink.untyped_data());
-  args.out = out->untyped_data();
-  args.lse = static_cast<float*>(lse->untyped_data());
-  args.max_logits = static_cast<float*>(max_logits->untyped_data());
-  return Finish(context, cpu::AttentionForward(args, OnPool(pool)));
+      DecodeForward(q, k, v, slices, sink, *out, *lse, *max_logits, softmax_scale, softcap, &args));
+  return Finish("jax_magi attention forward", cpu::AttentionForward(args, OnPool(pool)));
 }
 
 ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
@@ -172,6 +152,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_forward, jax_magi::Forward,
                                   .Ret<ffi::AnyBuffer>()  // out
                                   .Ret<ffi::AnyBuffer>()  // lse
                                   .Ret<ffi::AnyBuffer>()  // max_logits
+                                  .Ret<ffi::AnyBuffer>()  // workspace
                                   .Attr<float>("softmax_scale")
                                   .Attr<float>("softcap")
                                   .Attr<int32_t>("sm_margin"));

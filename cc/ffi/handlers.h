@@ -10,5 +10,6 @@
 
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_attention_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_attention_backward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_forward);
 
 #endif  // JAX_MAGI_FFI_HANDLERS_H_

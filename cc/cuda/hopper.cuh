@@ -1,0 +1,180 @@
+// The Hopper instructions the kernels use: mbarriers, TMA, wgmma, register reallocation.
+
+#ifndef JAX_MAGI_CUDA_HOPPER_CUH_
+#define JAX_MAGI_CUDA_HOPPER_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <utility>
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma with N = 80, 112.
+#include "cute/arch/mma_sm90.hpp"
+#include "cute/numeric/integral_constant.hpp"
+
+namespace jax_magi::cuda {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// --- mbarrier ---
+
+__device__ __forceinline__ void InitBarrier(uint64_t* barrier, int num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(num_arrivals));
+}
+
+// Makes barrier initialisation visible to the TMA unit.
+__device__ __forceinline__ void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void Arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+
+// Arrives, and makes the phase wait for `num_bytes` of TMA traffic too.
+__device__ __forceinline__ void ArriveExpectBytes(uint64_t* barrier, uint32_t num_bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(num_bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
+// --- Named barriers ---
+
+__device__ __forceinline__ void NamedSync(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+__device__ __forceinline__ void NamedArrive(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// --- TMA ---
+
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Loads a box at (dim, head, row, batch) of a [batch, rows, heads, dim] tensor.
+__device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrier, void* dst,
+                                        int dim, int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(SharedAddress(dst)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(dim), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+
+// --- Registers ---
+
+template <int kCount>
+__device__ __forceinline__ void GiveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// --- wgmma ---
+
+__device__ __forceinline__ void FenceWgmma() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void CommitWgmma() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kOutstanding>
+__device__ __forceinline__ void WaitWgmma() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kOutstanding) : "memory");
+}
+
+// Keeps the compiler from moving reads or writes of accumulators across the asynchronous products.
+template <int kCount>
+__device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// A tile in shared memory is made of panels 64 elements wide: rows of 128 bytes, 128-byte swizzle,
+// 8 rows a swizzle atom. Descriptor fields are in units of 16 bytes.
+constexpr uint64_t kAtomOffset = 1024 / 16;
+constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+
+// For an operand contiguous along the contraction: q and k.
+__device__ __forceinline__ uint64_t RowDescriptor(const void* tile) {
+  return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{1} << 16) | (SharedAddress(tile) >> 4);
+}
+
+// For an operand contiguous across the contraction: v, whose panels lie `panel_bytes` apart.
+__device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t panel_bytes) {
+  return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{panel_bytes / 16} << 16) |
+         (SharedAddress(tile) >> 4);
+}
+
+template <typename Atom, int... kIndex>
+__device__ __forceinline__ void WgmmaShared(uint64_t a, uint64_t b, float* d, bool accumulate,
+                                            std::integer_sequence<int, kIndex...>) {
+  Atom::fma(a, b, d[kIndex]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <typename Atom, int... kIndex>
+__device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, float* d,
+                                              bool accumulate,
+                                              std::integer_sequence<int, kIndex...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
+// `keys_bytes` are the sizes of their panels.
+template <typename Element, int kN, int kDim>
+__device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
+                                                 uint32_t keys_bytes, float (&scores)[kN / 2]) {
+  using Atom =
+      decltype(cute::SM90::GMMA::ss_op_selector<
+               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>>());
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
+    WgmmaShared<Atom>(rows + panel * (rows_bytes / 16) + offset,
+                      keys + panel * (keys_bytes / 16) + offset, scores, /*accumulate=*/step > 0,
+                      std::make_integer_sequence<int, kN / 2>());
+  }
+}
+
+// out[64, kDim] += p[64, kN] * values[kN, kDim], p in registers as packed pairs.
+template <typename Element, int kN, int kDim>
+__device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[kN / 4],
+                                                            uint64_t values,
+                                                            float (&out)[kDim / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kDim>, cute::_16>,
+                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
+#pragma unroll
+  for (int step = 0; step < kN / 16; ++step) {
+    WgmmaRegister<Atom>(p + 4 * step, values + step * 2 * kAtomOffset, out, /*accumulate=*/true,
+                        std::make_integer_sequence<int, kDim / 2>());
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_HOPPER_CUH_
