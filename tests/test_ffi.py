@@ -26,7 +26,7 @@ def _forward(change):
     "out": ((2, 8, 4, 16), _F32),
     "lse": ((2, 8, 4), _F32),
     "max_logits": ((2, 4), _F32),
-    "workspace": ((96,), np.uint8),
+    "workspace": ((1024,), np.uint8),
   }
   attributes = {"softmax_scale": _F32(1), "softcap": _F32(0), "sm_margin": np.int32(0)}
   _run("jax_magi_attention_forward", operands, results, attributes, change)

@@ -1,6 +1,5 @@
 #include "cc/cuda/forward.h"
 
-#include "cc/cuda/config.h"
 #include "cc/cuda/schedule.h"
 #include "cutlass/numeric_types.h"
 
@@ -22,8 +21,7 @@ struct Variant {
 
 // Smaller head dims first: the first variant that holds the call's is taken.
 #define JAX_MAGI_VARIANT(head_dim, value_dim, Element) \
-  Variant{head_dim, value_dim, kDTypeOf<Element>,      \
-          LaunchForward<ForwardConfig<head_dim, value_dim, Element>>},
+  Variant{head_dim, value_dim, kDTypeOf<Element>, LaunchForward<head_dim, value_dim, Element>},
 const Variant kVariants[] = {JAX_MAGI_FORWARD_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
@@ -31,7 +29,7 @@ const Variant kVariants[] = {JAX_MAGI_FORWARD_VARIANTS};
 
 int64_t ForwardWorkspace(const AttentionShape& shape) {
   constexpr int64_t kSmallestBlockM = 128;
-  return ScheduleBytes(shape.batch * ((shape.q_len + kSmallestBlockM - 1) / kSmallestBlockM));
+  return ScheduleBytes(MaxTiles(shape, kSmallestBlockM));
 }
 
 Status AttentionForward(const ForwardArgs& args, void* workspace, int sm_margin,

@@ -17,7 +17,7 @@ Status AttentionForward(const ForwardArgs& args, void* workspace, int sm_margin,
                         cudaStream_t stream);
 
 // One variant of the kernel, in a translation unit of its own.
-template <typename Config>
+template <int kHeadDim, int kValueDim, typename Element>
 Status LaunchForward(const ForwardArgs& args, void* workspace, int sm_margin, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda

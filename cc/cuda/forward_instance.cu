@@ -4,8 +4,7 @@
 
 namespace jax_magi::cuda {
 
-template Status LaunchForward<ForwardConfig<JAX_MAGI_VARIANT>>(const ForwardArgs& args,
-                                                               void* workspace, int sm_margin,
-                                                               cudaStream_t stream);
+template Status LaunchForward<JAX_MAGI_VARIANT>(const ForwardArgs& args, void* workspace,
+                                                int sm_margin, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda

@@ -22,7 +22,6 @@ struct ForwardParams {
   int q_len, k_len, num_q_heads, group, value_dim;
   int num_slices;
   bool shared_slices;
-  int num_tiles;
   int heads_per_section;  // Query heads worked on at once, so that their keys stay in L2.
   float softmax_scale, softcap;
   const Slice* slices;
@@ -51,15 +50,15 @@ enum NamedBarrier { kTurn = 1 };
 
 template <typename Config>
 struct ForwardShared {
-  static constexpr int kStages = Config::kStages;
+  static constexpr int kStages = Config::kStages, kQStages = Config::kQStages;
   // TMA's 128-byte swizzle repeats every 1024 bytes.
-  alignas(1024) typename Config::Element q[Config::kBlockM * Config::kHeadDim];
+  alignas(1024) typename Config::Element q[kQStages][Config::kBlockM * Config::kHeadDim];
   alignas(1024) typename Config::Element k[kStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) typename Config::Element v[kStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kStages];
-  TileInfo tile;
-  // full: the producer's arrival and its bytes. empty: every consumer thread's warp leader.
-  uint64_t q_full, q_empty;
+  TileInfo tile[kQStages];
+  // full: the producer's arrival and its bytes. empty: one thread of every consumer warp.
+  uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
@@ -85,27 +84,26 @@ struct Producer {
   Shared& shared;
   int lane;
   RingPosition<Config::kStages> k_ring, v_ring;
-  uint32_t q_phase = 0;
+  RingPosition<Config::kQStages> q_ring;
 
   __device__ __forceinline__ void Run() {
-    const int num_work = params.num_tiles * params.num_q_heads;
     int work = blockIdx.x;
-    while (work < num_work) {
+    while (work < params.schedule->num_tiles * params.num_q_heads) {
       // Asked for early: the answer takes a trip to memory.
       int next_work = 0;
       if (lane == 0) next_work = gridDim.x + atomicAdd(&params.schedule->next_work, 1);
       LoadTile(work);
       work = __shfl_sync(~0u, next_work, 0);
     }
-    Wait(&shared.q_empty, q_phase ^ 1);
+    Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
-      shared.tile.num_blocks = -1;
-      Arrive(&shared.q_full);
+      shared.tile[q_ring.stage].num_blocks = -1;
+      Arrive(&shared.q_full[q_ring.stage]);
     }
   }
 
   __device__ __forceinline__ void LoadTile(int work) {
-    const int per_section = params.num_tiles * params.heads_per_section;
+    const int per_section = params.schedule->num_tiles * params.heads_per_section;
     const int in_section = work % per_section;
     const int head =
         work / per_section * params.heads_per_section + in_section % params.heads_per_section;
@@ -113,19 +111,20 @@ struct Producer {
     const QueryTile tile = tiles[in_section / params.heads_per_section];
     const int kv_head = head / params.group;
 
-    Wait(&shared.q_empty, q_phase ^ 1);
-    q_phase ^= 1;
+    const int stage = q_ring.stage;
+    Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
+    q_ring.Advance();
     if (lane == 0) {
-      shared.tile = {tile.batch, head, tile.q_begin, tile.num_rows, tile.num_blocks};
+      shared.tile[stage] = {tile.batch, head, tile.q_begin, tile.num_rows, tile.num_blocks};
       if (tile.num_blocks > 0) {
-        ArriveExpectBytes(&shared.q_full, sizeof(shared.q));
+        ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
-          LoadBox(&params.q_map, &shared.q_full, shared.q + d * Config::kBlockM, d, head,
-                  tile.q_begin, tile.batch);
+          LoadBox(&params.q_map, &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM, d,
+                  head, tile.q_begin, tile.batch);
         }
       } else {
-        Arrive(&shared.q_full);
+        Arrive(&shared.q_full[stage]);
       }
     }
     LoadBlocks(tile, kv_head);
@@ -219,6 +218,7 @@ struct Consumer {
   int thread;  // In the warpgroup.
   SoftmaxScale scale;
   RingPosition<Config::kStages> k_ring, v_ring;
+  RingPosition<Config::kQStages> q_ring;
 
   float scores[kBlockN / 2];
   uint32_t p[kBlockN / 4];
@@ -226,14 +226,16 @@ struct Consumer {
   RowState state;
 
   __device__ __forceinline__ void Run() {
-    const float logit_scale = params.softcap != 0.0f ? params.softcap : params.softmax_scale;
-    scale = {logit_scale * kLog2E,
-             params.softcap != 0.0f ? params.softmax_scale / params.softcap : 0.0f};
+    if constexpr (Config::kHasSoftcap) {
+      scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
+    } else {
+      scale = {params.softmax_scale * kLog2E, 0.0f};
+    }
     // The first warpgroup's first turn.
     if (group == Config::kNumConsumers - 1) NamedArrive(kTurn, 2 * kWarpgroup);
-    for (uint32_t q_phase = 0;; q_phase ^= 1) {
-      Wait(&shared.q_full, q_phase);
-      const TileInfo tile = shared.tile;
+    while (true) {
+      Wait(&shared.q_full[q_ring.stage], q_ring.phase);
+      const TileInfo tile = shared.tile[q_ring.stage];
       if (tile.num_blocks < 0) return;
       Compute(tile);
       Store(tile);
@@ -250,22 +252,24 @@ struct Consumer {
     if (thread % 32 == 0) Arrive(barrier);
   }
 
+  __device__ __forceinline__ void ReleaseQueries() {
+    Release(&shared.q_empty[q_ring.stage]);
+    q_ring.Advance();
+  }
+
   __device__ __forceinline__ void Compute(const TileInfo& tile) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) state.max[r] = state.max_logit[r] = -INFINITY, state.sum[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
-    if (tile.num_blocks == 0) {
-      Release(&shared.q_empty);
-      return;
-    }
+    if (tile.num_blocks == 0) return ReleaseQueries();
 
     float correction[2];
     Wait(&shared.k_full[k_ring.stage], k_ring.phase);
     IssueScores();
     WaitWgmma<0>();
     bool is_last = FinishScores(tile);
-    OnlineSoftmax(scale, state, scores, correction);
+    OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
     PackProbabilities<Element>(scores, p);
 
     // The next block's scores are computed while this one's probabilities meet their values, and
@@ -279,13 +283,13 @@ struct Consumer {
       NamedArrive(kTurn + (group + 1) % Config::kNumConsumers, 2 * kWarpgroup);
       WaitWgmma<1>();
       is_last = FinishScores(tile);
-      OnlineSoftmax(scale, state, scores, correction);
+      OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
       WaitWgmma<0>();
       FinishValues();
       Rescale(correction);
       PackProbabilities<Element>(scores, p);
     }
-    Release(&shared.q_empty);
+    ReleaseQueries();
     Wait(&shared.v_full[v_ring.stage], v_ring.phase);
     IssueValues();
     WaitWgmma<0>();
@@ -297,7 +301,7 @@ struct Consumer {
     FenceRegisters(scores);
     FenceWgmma();
     MultiplyRowsKeys<Element, kBlockN, Config::kHeadDim>(
-        RowDescriptor(shared.q + group * 64 * 64), Config::kBlockM * kPanel,
+        RowDescriptor(shared.q[q_ring.stage] + group * 64 * 64), Config::kBlockM * kPanel,
         RowDescriptor(shared.k[k_ring.stage]), kBlockN * kPanel, scores);
     CommitWgmma();
   }
@@ -362,7 +366,7 @@ struct Consumer {
         if (thread % 4 == 0) {
           params.lse[offset[r]] = total == 0.0f ? -INFINITY : (max + __log2f(total)) * kLn2;
         }
-        const float logit = params.softcap != 0.0f ? state.max_logit[r] : state.max[r];
+        const float logit = Config::kHasSoftcap ? state.max_logit[r] : state.max[r];
         // The maximum skips NaN; the sum does not. A NaN logit must not look like a healthy head.
         largest = isnan(sum) || isnan(largest) ? NAN : fmaxf(largest, logit);
       }
@@ -440,8 +444,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     PrefetchTensorMap(&params.k_map);
     PrefetchTensorMap(&params.v_map);
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-    InitBarrier(&shared.q_full, 1);
-    InitBarrier(&shared.q_empty, kConsumerWarps);
+#pragma unroll
+    for (int i = 0; i < Config::kQStages; ++i) {
+      InitBarrier(&shared.q_full[i], 1);
+      InitBarrier(&shared.q_empty[i], kConsumerWarps);
+    }
 #pragma unroll
     for (int i = 0; i < Config::kStages; ++i) {
       InitBarrier(&shared.k_full[i], 1);

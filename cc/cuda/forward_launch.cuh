@@ -23,8 +23,10 @@ inline int HeadsPerSection(const AttentionShape& shape) {
 }
 
 template <typename Config>
-Status LaunchForward(const ForwardArgs& args, void* workspace, int sm_margin, cudaStream_t stream) {
+Status LaunchForwardConfig(const ForwardArgs& args, void* workspace, int sm_margin,
+                           cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
+  if (shape.batch == 0) return {};
   JAX_MAGI_CUDA_RETURN_IF_ERROR(MakeSchedule(shape, Config::kBlockM, Config::kBlockN, args.slices,
                                              workspace, args.max_logits, stream));
   ForwardParams params;
@@ -50,8 +52,6 @@ Status LaunchForward(const ForwardArgs& args, void* workspace, int sm_margin, cu
   params.value_dim = static_cast<int>(shape.value_dim);
   params.num_slices = static_cast<int>(shape.num_slices);
   params.shared_slices = shape.shared_slices;
-  params.num_tiles =
-      static_cast<int>(shape.batch * ((shape.q_len + Config::kBlockM - 1) / Config::kBlockM));
   params.heads_per_section = HeadsPerSection(shape);
   params.softmax_scale = args.params.softmax_scale;
   params.softcap = args.params.softcap;
@@ -70,12 +70,20 @@ Status LaunchForward(const ForwardArgs& args, void* workspace, int sm_margin, cu
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       ForwardKernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  const int64_t num_work = int64_t{params.num_tiles} * params.num_q_heads;
+  const int64_t num_work = MaxTiles(shape, Config::kBlockM) * params.num_q_heads;
   const int grid =
       static_cast<int>(std::clamp<int64_t>(num_sms - sm_margin, 1, std::max<int64_t>(num_work, 1)));
   ForwardKernel<Config><<<grid, Config::kNumThreads, kSharedBytes, stream>>>(params);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
   return {};
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status LaunchForward(const ForwardArgs& args, void* workspace, int sm_margin, cudaStream_t stream) {
+  const auto launch = args.params.softcap == 0.0f
+                          ? LaunchForwardConfig<ForwardConfig<kHeadDim, kValueDim, Element, false>>
+                          : LaunchForwardConfig<ForwardConfig<kHeadDim, kValueDim, Element, true>>;
+  return launch(args, workspace, sm_margin, stream);
 }
 
 }  // namespace jax_magi::cuda

@@ -21,10 +21,17 @@ struct alignas(32) QueryTile {
 // What the kernels share in the workspace. `tiles` follow.
 struct alignas(32) ScheduleHeader {
   int32_t next_work;  // Handed out by atomic addition.
-  int32_t padding[7];
+  int32_t num_tiles;
+  int32_t padding[6];
 };
 
-// Bytes of workspace for `num_tiles` query tiles: the header, the list, and the list unsorted.
+// Tiles are cut where slices begin and end, so that a packed document costs what it would alone.
+inline int64_t MaxTiles(const AttentionShape& shape, int block_m) {
+  return shape.batch * ((shape.q_len + block_m - 1) / block_m + 2 * shape.num_slices);
+}
+
+// Bytes of workspace for up to `num_tiles` query tiles: the header, the list, and the list
+// unsorted.
 inline int64_t ScheduleBytes(int64_t num_tiles) {
   return sizeof(ScheduleHeader) + 2 * num_tiles * sizeof(QueryTile);
 }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void HideScores(const Slice& slice, int row, int key,
 // What a row's softmax is about, besides its state.
 struct SoftmaxScale {
   float log2;         // softmax_scale * log2(e), or softcap * log2(e): from scores to exponents.
-  float inverse_cap;  // softmax_scale / softcap; 0: no cap.
+  float inverse_cap;  // softmax_scale / softcap, if there is a cap.
 };
 
 struct RowState {
@@ -94,50 +94,62 @@ struct RowState {
   float sum[2];        // This thread's columns only, until the end.
 };
 
-// Turns scores into probabilities under the running maximum. `correction` is what sums so far must
-// be multiplied by.
 template <int kCount>
-__device__ __forceinline__ void OnlineSoftmax(const SoftmaxScale& scale, RowState& state,
-                                              float (&scores)[kCount], float (&correction)[2]) {
-  const bool has_cap = scale.inverse_cap != 0.0f;
+__device__ __forceinline__ void RowMax(const float (&scores)[kCount], float (&max)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float max = scores[2 * r];
+    max[r] = fmaxf(scores[2 * r], scores[2 * r + 1]);
 #pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-      max = fmaxf(max, fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
+    for (int i = 1; i < kCount / 4; ++i) {
+      max[r] = fmaxf(max[r], fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
     }
-    max = QuadMax(max);
-    if (has_cap) {
-      state.max_logit[r] = fmaxf(state.max_logit[r], max);
-      // tanh is monotonic: the largest capped score is the cap of the largest.
-      if (max != -INFINITY) max = Tanh(max * scale.inverse_cap);
+  }
 #pragma unroll
-      for (int i = 0; i < kCount / 4; ++i) {
+  for (int r = 0; r < 2; ++r) max[r] = QuadMax(max[r]);
+}
+
+// Caps scores, and keeps the largest there was.
+template <int kCount>
+__device__ __forceinline__ void CapScores(const SoftmaxScale& scale, RowState& state,
+                                          float (&scores)[kCount]) {
+  float max[2];
+  RowMax(scores, max);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& s = scores[4 * i + 2 * r + e];
-          s = s == -INFINITY ? s : Tanh(s * scale.inverse_cap);
-        }
-      }
-    }
+  for (int r = 0; r < 2; ++r) state.max_logit[r] = fmaxf(state.max_logit[r], max[r]);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (scores[i] != -INFINITY) scores[i] = Tanh(scores[i] * scale.inverse_cap);
+  }
+}
+
+// Turns scores into probabilities under the running maximum. `correction` is what sums so far must
+// be multiplied by.
+template <bool kHasSoftcap, int kCount>
+__device__ __forceinline__ void OnlineSoftmax(const SoftmaxScale& scale, RowState& state,
+                                              float (&scores)[kCount], float (&correction)[2]) {
+  if constexpr (kHasSoftcap) CapScores(scale, state, scores);
+  float max[2], reference[2];
+  RowMax(scores, max);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
     const float old_max = state.max[r];
-    const float new_max = fmaxf(old_max, max);
-    state.max[r] = new_max;
+    state.max[r] = fmaxf(old_max, max[r]);
     // A row that has seen nothing: subtract 0, or -inf - -inf would make NaN.
-    const float reference = new_max == -INFINITY ? 0.0f : new_max * scale.log2;
-    correction[r] = Exp2(old_max * scale.log2 - reference);
-    float sum = state.sum[r] * correction[r];
+    reference[r] = state.max[r] == -INFINITY ? 0.0f : state.max[r] * scale.log2;
+    correction[r] = Exp2(old_max * scale.log2 - reference[r]);
+    state.sum[r] *= correction[r];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& s = scores[4 * i + 2 * r + e];
-        s = Exp2(s * scale.log2 - reference);
-        sum += s;
+        s = Exp2(s * scale.log2 - reference[r]);
+        state.sum[r] += s;
       }
     }
-    state.sum[r] = sum;
   }
 }
 
