@@ -1,10 +1,12 @@
 """Named cases, shared by tests and benchmarks."""
 
 import dataclasses
+import zlib
 
 import numpy as np
 
 from jax_magi import AttentionMask, MaskType
+from tests.accuracy import DTYPES, Inputs, make_inputs
 
 FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = map(MaskType, range(4))
 
@@ -32,6 +34,13 @@ class Case:
   @property
   def options(self):
     return {"softcap": self.softcap, "softmax_scale": self.softmax_scale}
+
+  def make_inputs(self, dtype: str) -> Inputs:
+    """Random operands, the same each time."""
+    rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+    return make_inputs(
+      rng, DTYPES[dtype], *self.shape, num_sinks=self.num_sinks, logit_scale=self.logit_scale
+    )
 
 
 def _ranges(*slices, q_len=None, k_len=None):

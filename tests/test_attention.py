@@ -1,7 +1,5 @@
 """Every named case, forward and backward, against the float64 reference."""
 
-import zlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,28 +11,21 @@ from tests.accuracy import DTYPES, check_attention, check_close, make_inputs
 from tests.cases import CASES
 
 
-def _inputs(case, dtype):
-  rng = np.random.default_rng(zlib.crc32(case.name.encode()))
-  return make_inputs(
-    rng, DTYPES[dtype], *case.shape, num_sinks=case.num_sinks, logit_scale=case.logit_scale
-  )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_on_cpu(case, dtype):
-  check_attention(_inputs(case, dtype), case.mask, "cpu", **case.options)
+  check_attention(case.make_inputs(dtype), case.mask, "cpu", **case.options)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_blockwise(case):
-  check_attention(_inputs(case, "f32"), case.mask, "blockwise", **case.options)
+  check_attention(case.make_inputs("f32"), case.mask, "blockwise", **case.options)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_16_bit_blockwise(dtype):
   case = next(case for case in CASES if case.name == "several_k_ranges-gqa2-sink")
-  check_attention(_inputs(case, dtype), case.mask, "blockwise", **case.options)
+  check_attention(case.make_inputs(dtype), case.mask, "blockwise", **case.options)
 
 
 def test_blockwise_over_several_blocks():

@@ -265,7 +265,7 @@ struct Consumer {
     if (tile.num_blocks == 0) return ReleaseQueries();
 
     float correction[2];
-    Wait(&shared.k_full[k_ring.stage], k_ring.phase);
+    WaitForKeys();
     IssueScores();
     WaitWgmma<0>();
     bool is_last = FinishScores(tile);
@@ -274,8 +274,8 @@ struct Consumer {
 
     // The next block's scores are computed while this one's probabilities meet their values, and
     // its softmax runs under that product.
+    if (!is_last) WaitForKeys();
     while (!is_last) {
-      Wait(&shared.k_full[k_ring.stage], k_ring.phase);
       NamedSync(kTurn + group, 2 * kWarpgroup);
       IssueScores();
       Wait(&shared.v_full[v_ring.stage], v_ring.phase);
@@ -284,6 +284,8 @@ struct Consumer {
       WaitWgmma<1>();
       is_last = FinishScores(tile);
       OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
+      // Here, as its loop keeps ptxas from moving the softmax behind the wait for the product.
+      if (!is_last) WaitForKeys();
       WaitWgmma<0>();
       FinishValues();
       Rescale(correction);
@@ -294,6 +296,10 @@ struct Consumer {
     IssueValues();
     WaitWgmma<0>();
     FinishValues();
+  }
+
+  __device__ __forceinline__ void WaitForKeys() {
+    Wait(&shared.k_full[k_ring.stage], k_ring.phase);
   }
 
   __device__ __forceinline__ void IssueScores() {
