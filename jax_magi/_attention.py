@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax_magi import _checks, _ops
 from jax_magi._mask import AttentionMask
@@ -110,8 +111,8 @@ def flex_flash_attn_func(
     v: `[k_len, num_kv_heads, value_dim]`.
     q_ranges: int32 `[n, 2]`, half open, numpy or traced.
     k_ranges: int32 `[n, 2]`, likewise.
-    attn_type_map: int32 `[n]` of `MaskType`; None is FULL. Traced ranges are not checked, and
-      pairs covered twice would count twice.
+    attn_type_map: int32 `[n]` of `MaskType`; None is FULL. Traced ranges cannot be checked for
+      pairs that are covered twice, whose result is not defined.
     softmax_scale: see `attention`.
     softcap: see `attention`.
     sink: see `attention`.
@@ -257,7 +258,12 @@ def _call(config, q, k, v, slices, sink):
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   operands = vary_together(q, k, v, slices, sink)
   op = functools.partial(_ops.attention, config)
-  out, lse, max_logits = with_auto_axes(op, q, "bqhd", ["bqhe", "bqh", "bh"])(*operands)
+
+  def out_specs(q_axes):
+    batch, _, heads, _ = q_axes
+    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
+
+  out, lse, max_logits = with_auto_axes(op, q, out_specs)(*operands)
   return out, lse, lax.stop_gradient(max_logits)
 
 
@@ -279,10 +285,13 @@ def _band(is_causal: bool, window: int | tuple[int, int] | None) -> tuple[int, i
   if window is None:
     lo, hi = -UNBOUNDED, UNBOUNDED
   else:
-    left, right = (window, window) if isinstance(window, (int, np.integer)) else window
-    for size in (left, right):
+    sizes = (window, window) if isinstance(window, (int, np.integer)) else window
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 2:
+      raise ValueError(f"local_window_size must be an integer or a pair, got {window!r}")
+    for size in sizes:
       if not isinstance(size, (int, np.integer)) or not 0 <= size < UNBOUNDED:
         raise ValueError(f"local_window_size must hold integers in [0, 2**30), got {window}")
+    left, right = sizes
     lo, hi = -int(left), int(right)
   return lo, min(hi, 0) if is_causal else hi
 
@@ -307,12 +316,15 @@ def _slices(
   if not given_lengths and not given_segments:
     return np.array([[[0, q_len, 0, k_len, *band]]], np.int32)
   if not given_segments:
-    q_end = given_lengths.get("query_seq_lengths", np.full(batch, q_len, np.int32))
-    k_end = given_lengths.get("key_value_seq_lengths", np.full(batch, k_len, np.int32))
-    rest = (np.full(batch, x, np.int32) for x in (0, 0, *band))
-    q_begin, k_begin, lo, hi = rest
-    ends = jnp.clip(q_end, 0, q_len), jnp.clip(k_end, 0, k_len)
-    return jnp.stack([q_begin, ends[0], k_begin, ends[1], lo, hi], axis=1)[:, None, :]
+    slices = np.array([[[0, 0, 0, 0, *band]]], np.int32)
+    # By broadcasting alone, which keeps whatever sharding the lengths have.
+    for name, column, length in (
+      ("query_seq_lengths", 1, q_len),
+      ("key_value_seq_lengths", 3, k_len),
+    ):
+      end = jnp.clip(given_lengths.get(name, np.array([length], np.int32)), 0, length)
+      slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[column]
+    return slices
   if given_lengths:
     raise ValueError(f"segment_ids and {next(iter(given_lengths))} exclude each other: use id 0")
   if "segment_ids" not in given_segments:
@@ -327,8 +339,11 @@ def _slices(
   def documents(ids, kv_ids):
     return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
 
-  slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+  if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
+    slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)])
+    slices = slices.reshape(batch, max_segments, 6)
+  else:
+    slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
   # The band is over positions in the row, as everywhere in this function; padding stays zero.
-  return jnp.concatenate(
-    [slices[..., :4], jnp.broadcast_to(np.array(band, np.int32), (*slices.shape[:2], 2))], axis=-1
-  )
+  is_range = np.array([1, 1, 1, 1, 0, 0], np.int32)
+  return slices * is_range + np.array([0, 0, 0, 0, *band], np.int32)

@@ -140,9 +140,9 @@ def _forward(q, k, v, slices, sink, softmax_scale, softcap):
 
     start = (
       row_sink,
-      jnp.where(row_sink == -jnp.inf, 0.0, 1.0),
-      vary_like(jnp.zeros((*heads, num_rows, value_dim)), q),
-      vary_like(jnp.full(heads, -jnp.inf), q),
+      (row_sink > -jnp.inf).astype(np.float32),
+      vary_like(jnp.zeros((*heads, num_rows, value_dim), np.float32), q),
+      vary_like(jnp.full(heads, -jnp.inf, np.float32), q),
     )
     xs = (_begins(k_blocks), k_blocks, v_blocks)
     (row_max, row_sum, acc, max_logits), _ = lax.scan(k_block, start, xs)

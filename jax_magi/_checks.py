@@ -15,6 +15,8 @@ from jax_magi._ops import AttentionConfig
 from jax_magi._slices import UNBOUNDED
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+# float32 holds logits / softcap, and its inverse, well inside these.
+_SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 1e-6, 1e6
 _IMPLEMENTATIONS = (None, "cpu", "cuda", "blockwise")
 
 
@@ -53,6 +55,11 @@ def check_mask(mask: Any, q_len: int, k_len: int) -> None:
   """The mask belongs to these lengths."""
   if not isinstance(mask, AttentionMask):
     raise ValueError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+  if np.ndim(mask.slices) != 2:
+    raise ValueError(
+      f"mask must have slices [num_slices, 6], got {list(np.shape(mask.slices))}; "
+      "for a batch of masks, use jax.vmap"
+    )
   if (mask.q_len, mask.k_len) != (q_len, k_len):
     raise ValueError(
       f"mask is for {mask.q_len} queries and {mask.k_len} keys, "
@@ -102,10 +109,16 @@ def make_config(
   cap = _number("softcap", softcap)
   if cap < 0.0:
     raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
+  if cap and not _SMALLEST_SOFTCAP <= cap <= _LARGEST_SOFTCAP:
+    raise ValueError(
+      f"softcap must be 0 or in [{_SMALLEST_SOFTCAP}, {_LARGEST_SOFTCAP}], got {softcap}"
+    )
   if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, np.integer)):
     raise ValueError(f"sm_margin must be an integer, got {sm_margin!r}")
   if sm_margin < 0:
     raise ValueError(f"sm_margin must not be negative, got {sm_margin}")
+  if sm_margin >= 2**31:
+    raise ValueError(f"sm_margin must fit in 32 bits, got {sm_margin}")
   if not isinstance(deterministic, (bool, np.bool_)):
     raise ValueError(f"deterministic must be True or False, got {deterministic!r}")
   if implementation not in _IMPLEMENTATIONS:
@@ -121,10 +134,13 @@ def make_config(
 def _number(name: str, value: Any) -> float:
   if isinstance(value, jax.core.Tracer):
     raise ValueError(f"{name} must be a static number, got a traced value")
+  if isinstance(value, (str, bytes)):
+    raise ValueError(f"{name} must be a number, got {value!r}")
   try:
     number = float(value)
   except (TypeError, ValueError):
     raise ValueError(f"{name} must be a number, got {value!r}") from None
-  if not math.isfinite(number):
-    raise ValueError(f"{name} must be finite, got {number}")
+  with np.errstate(over="ignore"):
+    if not math.isfinite(np.float32(number)):
+      raise ValueError(f"{name} must be finite in float32, got {number}")
   return number

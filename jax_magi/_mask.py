@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from jax_magi._sharding import with_auto_axes
 from jax_magi._slices import (
   HI,
   K_BEGIN,
@@ -63,7 +65,7 @@ class AttentionMask:
   Slices of zeros are padding and cost nothing.
 
   No pair may be covered by two slices. Concrete slices are checked when the mask is made; traced
-  ones cannot be, and a pair covered twice would then count twice in the softmax.
+  ones cannot be, and the result for a pair covered twice is not defined.
 
   Attributes:
     slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
@@ -181,8 +183,11 @@ class AttentionMask:
       cu_k, k_len = cu_q, q_len if k_len is None else k_len
     else:
       cu_k = as_int32("cu_seqlens_k", cu_seqlens_k, cu_q.shape)
-    if cu_q.shape[0] == 0:
-      raise ValueError("cu_seqlens_q must begin with 0, got no entries")
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+      if cu.shape[0] == 0:
+        raise ValueError(f"{name} must begin with 0, got no entries")
+      if isinstance(cu, np.ndarray) and cu[0] != 0:
+        raise ValueError(f"{name} must begin with 0 (sums of lengths, not lengths), got {cu[0]}")
     q_ranges, k_ranges = (
       (np if isinstance(cu, np.ndarray) else jnp).stack([cu[:-1], cu[1:]], axis=1)
       for cu in (cu_q, cu_k)
@@ -217,25 +222,18 @@ class AttentionMask:
     max_segments = check_length("max_segments", max_segments)
     ids = as_int32("ids", ids, ("q_len",))
     key_ids = ids if kv_ids is None else as_int32("kv_ids", kv_ids, ("k_len",))
-    q_begin, q_end = segment_bounds("ids", ids, max_segments)
-    k_begin, k_end = segment_bounds("kv_ids", key_ids, max_segments)
-    xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
+    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
+      raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
     lo, hi = (None, None) if window is None else _window_band(*window)
     if causal:
       hi = 0 if hi is None else min(hi, 0)
-    diagonal = k_end - q_end
-    slices = [
-      q_begin,
-      q_end,
-      k_begin,
-      k_end,
-      xp.full_like(diagonal, -UNBOUNDED) if lo is None else diagonal + lo,
-      xp.full_like(diagonal, UNBOUNDED) if hi is None else diagonal + hi,
-    ]
-    # A document without queries or without keys becomes padding.
-    absent = (q_begin >= q_end) | (k_begin >= k_end)
-    stacked = xp.where(absent[:, None], 0, xp.stack(slices, axis=1)).astype(np.int32)
-    return cls(stacked, ids.shape[0], key_ids.shape[0])
+
+    def slices(ids, key_ids):
+      return _segment_slices(ids, key_ids, max_segments, lo, hi)
+
+    if not isinstance(ids, np.ndarray):
+      slices = with_auto_axes(slices, ids, lambda _: P())
+    return cls(slices(ids, key_ids), ids.shape[0], key_ids.shape[0])
 
   @classmethod
   def prefix_lm(cls, prefix_len: int, length: int) -> AttentionMask:
@@ -320,7 +318,7 @@ class AttentionMask:
 
   def pad(self, num_slices: int) -> AttentionMask:
     """The same mask with zero slices appended, up to `num_slices`."""
-    missing = num_slices - self.slices.shape[0]
+    missing = check_length("num_slices", num_slices) - self.slices.shape[0]
     if missing < 0:
       raise ValueError(f"the mask has {self.slices.shape[0]} slices, more than {num_slices}")
     xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
@@ -373,10 +371,12 @@ class AttentionMask:
     return ax
 
   def __repr__(self) -> str:
-    shape = f"{self.q_len} x {self.k_len}, {self.slices.shape[0]} slices"
-    if isinstance(self.slices, np.ndarray) and self.slices.ndim == 2:
-      return f"AttentionMask({shape}, {self.area()} visible pairs)"
-    return f"AttentionMask({shape}, traced)"
+    slices = self.slices
+    if isinstance(slices, np.ndarray) and slices.ndim == 2 and slices.dtype == np.int32:
+      detail = f"{slices.shape[0]} slices, {self.area()} visible pairs"
+    else:  # Traced, batched, or whatever a tree_map put here.
+      detail = f"slices={slices!r}"
+    return f"AttentionMask({self.q_len} x {self.k_len}, {detail})"
 
 
 def _window_band(left: int | None, right: int | None) -> tuple[int | None, int | None]:
@@ -387,6 +387,31 @@ def _window_band(left: int | None, right: int | None) -> tuple[int | None, int |
     if not isinstance(size, (int, np.integer)) or not 0 <= size < UNBOUNDED:
       raise ValueError(f"{name} must be None or an integer in [0, 2**30), got {size!r}")
   return None if left is None else -int(left), None if right is None else int(right)
+
+
+def _segment_slices(
+  ids: Any, key_ids: Any, max_segments: int, lo: int | None, hi: int | None
+) -> np.ndarray | jax.Array:
+  """One slice a segment; the band is given as offsets from the segments' last tokens."""
+  q_begin, q_end = segment_bounds("ids", ids, max_segments)
+  k_begin, k_end = segment_bounds("kv_ids", key_ids, max_segments)
+  xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
+  diagonal = k_end - q_end
+  columns = [
+    q_begin,
+    q_end,
+    k_begin,
+    k_end,
+    xp.full_like(diagonal, -UNBOUNDED) if lo is None else _bounded(diagonal + lo),
+    xp.full_like(diagonal, UNBOUNDED) if hi is None else _bounded(diagonal + hi),
+  ]
+  # A segment without queries or without keys becomes padding.
+  absent = (q_begin >= q_end) | (k_begin >= k_end)
+  return xp.where(absent[:, None], 0, xp.stack(columns, axis=1)).astype(np.int32)
+
+
+def _bounded(edge: Any) -> Any:
+  return edge.clip(-UNBOUNDED, UNBOUNDED)
 
 
 def _banded(q_begin, q_end, k_begin, k_end, diagonal, lo, hi) -> list[int]:

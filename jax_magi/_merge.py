@@ -21,8 +21,14 @@ def merge_attention(
   Returns:
     out in the outs' dtype, and lse.
   """
-  if len(outs) != len(lses) or not outs:
+  if len(outs) != len(lses) or len(outs) == 0:
     raise ValueError(f"outs and lses must be as many, and some, got {len(outs)} and {len(lses)}")
+  for out, lse in zip(outs, lses, strict=True):
+    if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+      raise ValueError(
+        f"outs must have one shape, and lses the same without its last dimension, "
+        f"got {list(out.shape)} and {list(lse.shape)}"
+      )
   stacked = jnp.stack(lses)
   largest = jax.lax.stop_gradient(stacked.max(axis=0))
   largest = jnp.where(largest == -jnp.inf, 0.0, largest)  # A row that no part sees.

@@ -91,20 +91,30 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
   return partitioned
 
 
-def with_auto_axes(fun: Callable, q: Any, q_dims: str, results: list[str]) -> Callable:
+def with_auto_axes(
+  fun: Callable, like: Any, out_specs: Callable[[tuple], tuple | PartitionSpec]
+) -> Callable:
   """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
 
-  The results keep the sharding that q's type gives to batch and heads.
+  Args:
+    fun: what to call.
+    like: an operand; its type tells the mesh.
+    out_specs: the results' PartitionSpecs, from the sharding of `like` along its dimensions.
   """
-  sharding = jax.typeof(q).sharding
-  axis_types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-  explicit = tuple(name for name, kind in axis_types.items() if kind == AxisType.Explicit)
+  sharding = jax.typeof(like).sharding
+  mesh = sharding.mesh
+  axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  explicit = tuple(name for name, kind in axis_types if kind == AxisType.Explicit)
   if not explicit:
     return fun
-  axes = dict(zip(q_dims, sharding.spec, strict=True))
-  kept = {letter: axes[letter] for letter in (_BATCH, _Q_HEADS)}
-  out_sharding = tuple(PartitionSpec(*map(kept.get, letters)) for letters in results)
-  return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=out_sharding)
+  wrapped = jax.sharding.auto_axes(fun, axes=explicit, out_sharding=out_specs(tuple(sharding.spec)))
+
+  def call(*operands):
+    # Arrays may carry their mesh without it being the current one.
+    with jax.sharding.use_abstract_mesh(mesh):
+      return wrapped(*operands)
+
+  return call
 
 
 def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -56,10 +56,15 @@ def test_huge_logits_give_no_nan(implementation):
   check_close("lse", lse, truth[1], truth[1], np.float32)
 
 
+# Plain, with payload bits, and CUDA's own.
+_NANS = [0x7FC00000, 0x7FC00001, 0x7FFFFFFF]
+
+
+@pytest.mark.parametrize("bits", _NANS, ids=hex)
 @pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
-def test_nan_logit_is_visible_in_max_logits(implementation):
+def test_nan_logit_is_visible_in_max_logits(implementation, bits):
   q, k = np.ones((70, 2, 8), np.float32), np.ones((70, 2, 8), np.float32)
-  q[66, 1, 3] = np.nan
+  q.view(np.uint32)[66, 1, 3] = bits
   mask = AttentionMask.causal(70)
   out, meta = jax_magi.attention(
     q, k, k, mask, return_max_logits=True, implementation=implementation
@@ -69,6 +74,43 @@ def test_nan_logit_is_visible_in_max_logits(implementation):
   # No other row is touched by it.
   is_nan = np.isnan(out).any(axis=-1)
   assert is_nan[66, 1] and is_nan.sum() == 1
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+def test_nan_logit_gives_nan_gradients(implementation):
+  q, k = np.ones((70, 2, 8), np.float32), np.ones((70, 2, 8), np.float32)
+  q[66, 1, 3] = np.nan
+
+  def loss(v):
+    mask = AttentionMask.causal(70)
+    return jnp.sum(jax_magi.attention(q, k, v, mask, implementation=implementation)[0])
+
+  dv = jax.grad(loss)(k)
+  assert np.isnan(dv[:67, 1]).all() and np.isfinite(dv[:, 0]).all()
+
+
+def test_x64_changes_nothing():
+  inputs = make_inputs(np.random.default_rng(7), np.float32, 40, 40, 2, 2, 16, 16)
+  mask = AttentionMask.causal(40)
+
+  def gradient(q):
+    return jax.grad(lambda q: jnp.sum(jax_magi.attention(q, inputs.k, inputs.v, mask)[0]))(q)
+
+  expected = gradient(inputs.q)
+  with jax.enable_x64(True):
+    got = gradient(inputs.q)
+  assert got.dtype == np.float32
+  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_zero_scale_is_a_mean():
+  inputs = make_inputs(np.random.default_rng(8), np.float32, 10, 10, 2, 2, 16, 16)
+  mask = AttentionMask.full(10)
+  out, meta = jax_magi.attention(
+    inputs.q, inputs.k, inputs.v, mask, softmax_scale=0.0, return_max_logits=True
+  )
+  np.testing.assert_allclose(out[3], inputs.v.mean(axis=0), rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(meta.max_logits, 0.0)
 
 
 def test_hidden_nan_does_not_leak():

@@ -117,6 +117,17 @@ def test_attention_mask_and_meta():
     ({"query_seq_lengths": np.ones(3)}, ValueError, "query_seq_lengths must hold integers"),
     ({"query_seq_lengths": np.ones(2, np.int32)}, ValueError, "query_seq_lengths must be"),
     ({"local_window_size": (-1, 2)}, ValueError, "local_window_size"),
+    ({"local_window_size": 2.0}, ValueError, "local_window_size"),
+    (
+      {"segment_ids": np.full((3, 40), 5, np.int32), "max_segments": 2},
+      ValueError,
+      "ids must lie in",
+    ),
+    (
+      {"segment_ids": np.tile([1, 2], (3, 20)).astype(np.int32), "max_segments": 2},
+      ValueError,
+      "contiguous",
+    ),
     ({"scale": np.inf}, ValueError, "softmax_scale"),
     (
       {

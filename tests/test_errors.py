@@ -35,7 +35,12 @@ def _call(q=(8, 4, 16), k=(8, 2, 16), v=(8, 2, 16), dtype=jnp.float32, mask=None
     ({"mask": AttentionMask.causal(9)}, ValueError, "mask is for 9 queries and 9 keys"),
     ({"softmax_scale": "big"}, ValueError, "softmax_scale must be a number"),
     ({"softmax_scale": np.nan}, ValueError, "softmax_scale must be finite"),
+    ({"softmax_scale": "0.5"}, ValueError, "softmax_scale must be a number"),
+    ({"softmax_scale": 1e39}, ValueError, "softmax_scale must be finite in float32"),
     ({"softcap": -1.0}, ValueError, "softcap must be positive"),
+    ({"softcap": 1e38}, ValueError, "softcap must be 0 or in"),
+    ({"softcap": 1e-40}, ValueError, "softcap must be 0 or in"),
+    ({"sm_margin": 2**31}, ValueError, "sm_margin must fit in 32 bits"),
     ({"sm_margin": -1}, ValueError, "sm_margin must not be negative, got -1"),
     ({"sm_margin": 1.5}, ValueError, "sm_margin must be an integer"),
     ({"deterministic": "yes"}, ValueError, "deterministic must be"),
@@ -104,6 +109,9 @@ def test_bad_range_is_named(arguments, match):
     (lambda: AttentionMask.from_segment_ids(np.array([1.0]), 2), "ids must hold integers"),
     (lambda: AttentionMask.from_cu_seqlens([0, 3, 2]), "is reversed"),
     (lambda: AttentionMask.from_cu_seqlens([]), "begin with 0"),
+    (lambda: AttentionMask.from_cu_seqlens([3, 4, 5]), "begin with 0 .sums of lengths"),
+    (lambda: AttentionMask.from_segment_ids(np.array([1]), 2, window=3), "window must be"),
+    (lambda: AttentionMask.causal(8).pad(2.0), "num_slices must be a static integer"),
     (lambda: AttentionMask.causal(8).pad(0), "more than 0"),
     (lambda: AttentionMask(np.zeros((2, 5), np.int32), 8, 8), r"slices must be \[num_slices, 6\]"),
     (lambda: AttentionMask.shared_question(3, [-2]), "reversed|not inside"),
@@ -119,15 +127,37 @@ def test_traced_ranges_need_lengths():
     jax.jit(lambda r: AttentionMask.from_ranges(r, r))(jnp.zeros((1, 2), jnp.int32))
 
 
-def test_traced_ranges_out_of_bounds_are_clipped():
+def test_batched_mask_points_to_vmap():
+  slices = np.stack([AttentionMask.causal(8).slices] * 3)
+  batched = jax.tree.map(lambda _: slices, AttentionMask.causal(8))
+  with pytest.raises(ValueError, match=r"jax\.vmap"):
+    _call(mask=batched)
+
+
+_EDGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+  ("wild", "tame"),
+  [
+    ([-_EDGE, _EDGE, -_EDGE, _EDGE, -_EDGE, 0], [0, 70, 0, 70, -(2**30), 0]),
+    ([0, 70, 0, -_EDGE - 1, -(2**30), 2**30], [0, 0, 0, 0, 0, 0]),
+    ([0, 70, 0, 70, _EDGE, _EDGE], [0, 0, 0, 0, 0, 0]),
+    ([0, 70, 0, 70, -_EDGE - 1, -_EDGE - 1], [0, 0, 0, 0, 0, 0]),
+    ([_EDGE, _EDGE, 0, 70, -5, 5], [0, 0, 0, 0, 0, 0]),
+    ([60, 10, 50, 20, -5, 5], [0, 0, 0, 0, 0, 0]),
+  ],
+)
+def test_wild_traced_slices_are_clipped(wild, tame):
   """Nothing can check them: they must not read or write outside the arrays."""
   q = np.random.default_rng(0).standard_normal((70, 2, 16)).astype(np.float32)
 
-  def loss(q, ranges):
-    out, _ = jax_magi.flex_flash_attn_func(q, q, q, ranges, ranges, np.array([1]))
-    return jnp.sum(out**2)
+  @jax.jit
+  def run(q, slices):
+    def loss(q):
+      return jnp.sum(jax_magi.attention(q, q, q, AttentionMask(slices, 70, 70))[0] ** 2)
 
-  wild = jax.jit(jax.value_and_grad(loss))(q, np.array([[-(2**30), 2**30]], np.int32))
-  clipped = jax.jit(jax.value_and_grad(loss))(q, np.array([[0, 70]], np.int32))
-  np.testing.assert_array_equal(wild[0], clipped[0])
-  np.testing.assert_array_equal(wild[1], clipped[1])
+    return jax.value_and_grad(loss)(q)
+
+  got, expected = (run(q, np.array([s], np.int32)) for s in (wild, tame))
+  jax.tree.map(np.testing.assert_array_equal, got, expected)

@@ -236,6 +236,20 @@ def test_merge_of_two_halves_is_the_whole():
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_repr_of_any_leaf():
+  mask = AttentionMask.causal(8)
+  assert "36 visible pairs" in repr(mask)
+  for leaf in (None, np.zeros(3, bool), np.zeros((2, 1, 6), np.int32)):
+    assert "8 x 8" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, mask))
+
+
+def test_merge_names_wrong_shapes():
+  with pytest.raises(ValueError, match="outs must have one shape"):
+    jax_magi.merge_attention([jnp.zeros((3, 2, 4))], [jnp.zeros((3, 1))])
+  with pytest.raises(ValueError, match="as many"):
+    jax_magi.merge_attention([jnp.zeros((3, 2, 4))], [])
+
+
 def test_merge_of_rows_that_see_nothing():
   out, lse = jax_magi.merge_attention([jnp.zeros((3, 1, 4))] * 2, [jnp.full((3, 1), -jnp.inf)] * 2)
   np.testing.assert_array_equal(out, 0.0)

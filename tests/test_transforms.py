@@ -1,5 +1,6 @@
 """jit, vmap, scan, checkpoint, shardings, export: attention under JAX's transformations."""
 
+import contextlib
 import functools
 
 import jax
@@ -278,6 +279,31 @@ def test_explicit_axes(spec):
     sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
     got = jax.jit(_btnh)(*sharded)
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+  _assert_trees_close(jax.device_get(got), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("is_mesh_set", [True, False])
+def test_explicit_axes_of_masks(is_mesh_set):
+  """Document numbers and lengths that are sharded like the batch."""
+  mesh = _mesh(AxisType.Explicit)
+  arrays = _batch()
+  ids = np.stack([np.repeat([1, 2], [c, 64 - c]) for c in (10, 20, 30, 64)]).astype(np.int32)
+  lengths = np.array([64, 10, 30, 1], np.int32)
+
+  def run(q, k, v, ids, lengths):
+    by_ids = jax_magi.dot_product_attention(q, k, v, segment_ids=ids, max_segments=2)
+    by_lengths = jax_magi.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+
+    def one(q, k, v, ids):
+      mask = AttentionMask.from_segment_ids(ids, 2, causal=True)
+      return jax_magi.attention(q, k, v, mask)[0]
+
+    return by_ids, by_lengths, jax.vmap(one)(q, k, v, ids)
+
+  expected = jax.jit(run)(*arrays, ids, lengths)
+  sharded = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in (*arrays, ids, lengths)]
+  with jax.set_mesh(mesh) if is_mesh_set else contextlib.nullcontext():
+    got = jax.jit(run)(*sharded)
   _assert_trees_close(jax.device_get(got), jax.device_get(expected))
 
 

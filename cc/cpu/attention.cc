@@ -11,6 +11,9 @@
 namespace jax_magi::cpu {
 namespace {
 
+// Of memory for partial dq: with many threads and few heads they would outgrow everything else.
+constexpr int64_t kMaxExtraBytes = int64_t{1} << 30;
+
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
@@ -67,7 +70,9 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
   // Key tiles of one head add to the same dq. One task takes them all, in order, so the sum is the
   // same every time; where heads are fewer than threads, several tasks share a head's key tiles,
   // each with a dq of its own.
-  const int64_t num_splits = std::clamp<int64_t>(CeilDiv(2 * num_threads, num_heads), 1, num_tiles);
+  const int64_t most_extra = kMaxExtraBytes / (static_cast<int64_t>(sizeof(float)) * dq_size + 1);
+  const int64_t num_splits = std::clamp<int64_t>(
+      std::min(CeilDiv(2 * num_threads, num_heads), 1 + most_extra), 1, num_tiles);
   const int64_t num_extra = num_splits - 1;
   std::unique_ptr<float[]> extra_dq(new (std::nothrow) float[num_extra * dq_size]);
   if (extra_dq == nullptr) return false;
