@@ -46,6 +46,11 @@ def set_up() -> None:
     ]
     venv.create(VENV, with_pip=True)
     run(PYTHON, "-m", "pip", "install", "--quiet", *requirements)
+    command = [str(PYTHON), "build_backend.py"]
+    more = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if more.split():
+      # Headers only: what the wheel itself asks for is for its Python tools.
+      run(PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", *more.split())
   # Not isolated: the build folder is kept, and only what changed is compiled.
   path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
   install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--editable", ".")

@@ -1,9 +1,9 @@
-"""Times attention against XLA's dense attention, on a CPU.
+"""Times attention: against XLA's dense attention on a CPU, against cuDNN's on a GPU.
 
 python -m benchmarks.attention [--json FILE] [--plot FILE]
 
-Prints a table: time of the forward pass, of forward and backward, and the peak memory of a process
-that runs forward and backward, for growing lengths.
+On a CPU it prints the time of the forward pass, of forward and backward, and the peak memory of a
+process that runs both, for growing lengths. On a GPU see attention_gpu.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_magi
+from benchmarks import attention_gpu
 from benchmarks.timing import median_ms
 
 LENGTH, NUM_HEADS, HEAD_DIM = 4096, 8, 64
@@ -133,6 +134,9 @@ def main() -> None:
   arguments = parser.parse_args()
   if arguments.peak_memory:
     measure_own_peak_memory(arguments.peak_memory[0], int(arguments.peak_memory[1]))
+    return
+  if jax.default_backend() == "gpu":
+    attention_gpu.main(arguments.json, arguments.plot)
     return
 
   print(f"{LENGTH} tokens, {NUM_HEADS} heads, head_dim {HEAD_DIM}, float32, {jax.devices()[0]}")

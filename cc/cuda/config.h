@@ -12,25 +12,31 @@ template <int kHeadDim, int kValueDim, bool kHasSoftcap>
 struct ForwardTile;
 
 // Scores and output live in registers: kBlockN / 2 + kBlockN / 4 + kValueDim / 2 of them a thread,
-// of 240 with two consumer warpgroups, 160 with three. K and V take 2 stages of shared memory each,
-// q two where there is room: the next tile's is then there when this one ends.
+// of 232 with two consumer warpgroups, 160 with three. Shared memory holds the stages of q, k and
+// v.
 template <bool kHasSoftcap>
 struct ForwardTile<64, 64, kHasSoftcap> {
-  static constexpr int kNumConsumers = 3, kBlockN = 128, kQStages = 2;
+  // Softmax costs as many cycles as the matrix products here: three warpgroups hide more of it.
+  static constexpr int kNumConsumers = kHasSoftcap ? 2 : 3;  // tanh takes registers, too.
+  static constexpr int kBlockN = 128;
+  static constexpr int kQStages = 2, kKStages = 2, kVStages = 2;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<128, 128, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2, kQStages = 2;
-  static constexpr int kBlockN = kHasSoftcap ? 112 : 128;  // tanh takes registers, too.
+  static constexpr int kNumConsumers = 2;
+  static constexpr int kQStages = 1, kKStages = 3, kVStages = 3;
+  static constexpr int kBlockN = kHasSoftcap ? 112 : 128;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<192, 128, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2, kBlockN = 112, kQStages = 1;
+  static constexpr int kNumConsumers = 2, kBlockN = 112;
+  static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<256, 256, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2, kQStages = 1;
-  static constexpr int kBlockN = 80;  // 96 exceeds shared memory.
+  static constexpr int kNumConsumers = 2;
+  static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
+  static constexpr int kBlockN = kHasSoftcap ? 48 : 80;  // 96 exceeds shared memory.
 };
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_>
@@ -40,7 +46,6 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_> {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;  // The code for it would cost all registers.
   static constexpr int kBlockM = 64 * Tile::kNumConsumers;  // wgmma has 64 rows.
-  static constexpr int kStages = 2;
   static constexpr int kNumThreads = kWarpgroup * (1 + Tile::kNumConsumers);
   // setmaxnreg: the producer needs few registers, and gives the rest to the consumers. The sum is
   // bounded by what the block starts with: 168 for 3 warpgroups, 128 for 4.

@@ -50,16 +50,17 @@ enum NamedBarrier { kTurn = 1 };
 
 template <typename Config>
 struct ForwardShared {
-  static constexpr int kStages = Config::kStages, kQStages = Config::kQStages;
+  static constexpr int kQStages = Config::kQStages;
+  static constexpr int kKStages = Config::kKStages, kVStages = Config::kVStages;
   // TMA's 128-byte swizzle repeats every 1024 bytes.
   alignas(1024) typename Config::Element q[kQStages][Config::kBlockM * Config::kHeadDim];
-  alignas(1024) typename Config::Element k[kStages][Config::kBlockN * Config::kHeadDim];
-  alignas(1024) typename Config::Element v[kStages][Config::kBlockN * Config::kValueDim];
-  BlockInfo block[kStages];
+  alignas(1024) typename Config::Element k[kKStages][Config::kBlockN * Config::kHeadDim];
+  alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
+  BlockInfo block[kKStages];
   TileInfo tile[kQStages];
   // full: the producer's arrival and its bytes. empty: one thread of every consumer warp.
   uint64_t q_full[kQStages], q_empty[kQStages];
-  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };
 
 // Position in a ring of stages. The phase flips at each turn of the ring.
@@ -83,7 +84,8 @@ struct Producer {
   const ForwardParams& params;
   Shared& shared;
   int lane;
-  RingPosition<Config::kStages> k_ring, v_ring;
+  RingPosition<Config::kKStages> k_ring;
+  RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
 
   __device__ __forceinline__ void Run() {
@@ -217,7 +219,8 @@ struct Consumer {
   int group;   // Which consumer warpgroup.
   int thread;  // In the warpgroup.
   SoftmaxScale scale;
-  RingPosition<Config::kStages> k_ring, v_ring;
+  RingPosition<Config::kKStages> k_ring;
+  RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
 
   float scores[kBlockN / 2];
@@ -456,10 +459,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       InitBarrier(&shared.q_empty[i], kConsumerWarps);
     }
 #pragma unroll
-    for (int i = 0; i < Config::kStages; ++i) {
+    for (int i = 0; i < Config::kKStages; ++i) {
       InitBarrier(&shared.k_full[i], 1);
-      InitBarrier(&shared.v_full[i], 1);
       InitBarrier(&shared.k_empty[i], kConsumerWarps);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kVStages; ++i) {
+      InitBarrier(&shared.v_full[i], 1);
       InitBarrier(&shared.v_empty[i], kConsumerWarps);
     }
     FenceBarrierInit();

@@ -1,0 +1,191 @@
+"""Times the CUDA kernels beside JAX's cuDNN attention, mask by mask and length by length.
+
+Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_magi
+from jax_magi import AttentionMask
+
+LENGTHS = [2**i for i in range(10, 17)]
+# head_dim, query heads, kv heads
+MODELS = [(128, 48, 8), (64, 32, 32)]
+WINDOW = 1024
+
+
+def documents(length: int, seed: int = 0) -> list[int]:
+  """Bounds of documents of 128 .. 4096 tokens."""
+  rng = np.random.default_rng(seed)
+  bounds = [0]
+  while bounds[-1] < length:
+    bounds.append(min(length, bounds[-1] + int(rng.integers(128, 4097))))
+  return bounds
+
+
+def _place(mask: AttentionMask, begin: int, length: int) -> AttentionMask:
+  """`mask` on the diagonal of a longer sequence, from `begin` on."""
+  return mask.crop(-begin, length - begin, -begin, length - begin)
+
+
+def _per_document(length: int, make: Callable[[int], AttentionMask]) -> AttentionMask:
+  bounds = documents(length)
+  parts = [_place(make(end - begin), begin, length) for begin, end in itertools.pairwise(bounds)]
+  return AttentionMask(np.concatenate([p.slices for p in parts]), length, length)
+
+
+def _shared_question(num_tokens: int) -> AttentionMask:
+  question = num_tokens // 4
+  answers = [(num_tokens - question) // 4] * 4
+  return _place(AttentionMask.shared_question(question, answers), 0, num_tokens)
+
+
+MASKS: dict[str, Callable[[int], AttentionMask]] = {
+  "full": AttentionMask.full,
+  "causal": AttentionMask.causal,
+  "window": lambda n: AttentionMask.sliding_window(n, left=WINDOW - 1),
+  "varlen_full": lambda n: AttentionMask.from_cu_seqlens(documents(n)),
+  "varlen_causal": lambda n: AttentionMask.from_cu_seqlens(documents(n), causal=True),
+  "varlen_block_causal": lambda n: _per_document(n, lambda m: AttentionMask.block_causal(256, m)),
+  "shared_question": lambda n: _per_document(n, _shared_question),
+}
+CUDNN: dict[str, dict[str, Any]] = {
+  "full": {},
+  "causal": {"is_causal": True},
+  "window": {"is_causal": True, "local_window_size": (WINDOW - 1, 0)},
+}
+
+
+def seconds(fun: Callable, *arguments: Any, budget: float = 0.06, repeats: int = 5) -> float:
+  """Median over `repeats` of the mean time of back-to-back calls."""
+  fun = jax.jit(fun)
+  jax.block_until_ready(fun(*arguments))
+  start = time.perf_counter()
+  jax.block_until_ready(fun(*arguments))
+  count = max(3, int(budget / (time.perf_counter() - start)))
+  times = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    for _ in range(count):
+      result = fun(*arguments)
+    jax.block_until_ready(result)
+    times.append((time.perf_counter() - start) / count)
+  return statistics.median(times)
+
+
+def matrix_product_rate() -> float:
+  """TFLOP/s of an 8192^3 bf16 product: what this card does now."""
+  keys = jax.random.split(jax.random.key(0))
+  a, b = (jax.random.normal(key, (8192, 8192), jnp.bfloat16) for key in keys)
+  return 2 * 8192**3 / seconds(jnp.matmul, a, b) / 1e12
+
+
+def time_forward(lengths: list[int]) -> list[dict]:
+  rows = []
+  for head_dim, num_q_heads, num_kv_heads in MODELS:
+    for length in lengths:
+      keys = jax.random.split(jax.random.key(length), 3)
+      heads = (num_q_heads, num_kv_heads, num_kv_heads)
+      q, k, v = (
+        jax.random.normal(key, (length, h, head_dim), jnp.bfloat16)
+        for key, h in zip(keys, heads, strict=True)
+      )
+      for name, make in MASKS.items():
+        mask = make(length)
+        flop = 4 * mask.area() * head_dim * num_q_heads
+
+        def ours(q, k, v, mask=mask):
+          return jax_magi.attention(q, k, v, mask, implementation="cuda")[0]
+
+        row = {"head_dim": head_dim, "length": length, "mask": name}
+        row["ours"] = flop / seconds(ours, q, k, v) / 1e12
+        if name in CUDNN:
+
+          def cudnn(q, k, v, options=CUDNN[name]):
+            batch = (x[None] for x in (q, k, v))
+            return jax.nn.dot_product_attention(*batch, implementation="cudnn", **options)
+
+          row["cudnn"] = flop / seconds(cudnn, q, k, v) / 1e12
+        rows.append(row)
+        ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN" if "cudnn" in row else ""
+        print(f"  {head_dim:4} {length:6} {name:20} {row['ours']:7.1f} {ratio}", flush=True)
+  return rows
+
+
+def time_max_logits(lengths: tuple[int, ...] = (4096, 8192, 16384)) -> list[dict]:
+  """Cost of return_max_logits=True, on and off in turns."""
+  rows = []
+  for length in lengths:
+    keys = jax.random.split(jax.random.key(length), 3)
+    q, k, v = (
+      jax.random.normal(key, (length, h, 128), jnp.bfloat16)
+      for key, h in zip(keys, (48, 8, 8), strict=True)
+    )
+    for name in ("full", "causal", "varlen_full", "varlen_causal"):
+      mask = MASKS[name](length)
+      times: dict[bool, list[float]] = {False: [], True: []}
+      for _ in range(4):
+        for asked, samples in times.items():
+
+          def fun(q, k, v, mask=mask, asked=asked):
+            out, meta = jax_magi.attention(
+              q, k, v, mask, return_max_logits=asked, implementation="cuda"
+            )
+            return out, meta.max_logits
+
+          samples.append(seconds(fun, q, k, v, repeats=3))
+      cost = statistics.median(times[True]) / statistics.median(times[False]) - 1
+      rows.append({"length": length, "mask": name, "max_logits_cost": cost})
+      print(f"  {length:6} {name:14} {100 * cost:+.2f}%", flush=True)
+  return rows
+
+
+def plot(rows: list[dict], path: Path) -> None:
+  import matplotlib
+
+  matplotlib.use("Agg")
+  import matplotlib.pyplot as plt
+
+  figure, axes = plt.subplots(1, len(MODELS), figsize=(11, 4), layout="constrained")
+  for ax, (head_dim, num_q_heads, num_kv_heads) in zip(axes, MODELS, strict=True):
+    for i, name in enumerate(MASKS):
+      own = [r for r in rows if r["head_dim"] == head_dim and r["mask"] == name]
+      lengths = [r["length"] for r in own]
+      ax.plot(lengths, [r["ours"] for r in own], "o-", color=f"C{i}", label=name)
+      if name in CUDNN:
+        ax.plot(lengths, [r["cudnn"] for r in own], "x--", color=f"C{i}", alpha=0.6)
+    ax.set_xscale("log", base=2)
+    ax.set(title=f"forward, head_dim {head_dim}, {num_q_heads}/{num_kv_heads} heads")
+    ax.set(xlabel="tokens", ylabel="TFLOP/s over visible pairs (dashed: cuDNN)")
+  axes[0].legend(fontsize=8)
+  figure.savefig(path, dpi=120)
+
+
+def main(json_path: Path | None, plot_path: Path | None) -> None:
+  device = jax.devices()[0]
+  rate = matrix_product_rate()
+  print(f"{device.device_kind}, 8192^3 bf16 matrix product {rate:.0f} TFLOP/s")
+  print("   dim tokens mask                 TFLOP/s")
+  rows = time_forward(LENGTHS)
+  print("cost of return_max_logits=True")
+  max_logits = time_max_logits()
+  rate_after = matrix_product_rate()
+  print(f"matrix product again {rate_after:.0f} TFLOP/s")
+  if json_path:
+    rates = {"matrix_product": [rate, rate_after], "device": device.device_kind}
+    text = json.dumps({**rates, "forward": rows, "max_logits": max_logits}, indent=1)
+    json_path.write_text(text + "\n")
+  if plot_path:
+    plot(rows, plot_path)

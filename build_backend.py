@@ -1,0 +1,38 @@
+"""The build backend: scikit-build-core, and the CUTLASS headers where there is an nvcc.
+
+Run as a script, it prints what a build without isolation needs besides pyproject.toml's list.
+"""
+
+import os
+import shutil
+
+from scikit_build_core import build as _build
+from scikit_build_core.build import (  # noqa: F401
+  build_editable,
+  build_sdist,
+  build_wheel,
+  get_requires_for_build_sdist,
+  prepare_metadata_for_build_editable,
+  prepare_metadata_for_build_wheel,
+)
+
+
+def cuda_requirements() -> list[str]:
+  """Headers of the CUDA kernels, if those will be built."""
+  nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+  is_wanted = os.environ.get("JAX_MAGI_CUDA", "AUTO").upper() != "OFF"
+  return ["nvidia-cutlass==4.2.0.0"] if nvcc and is_wanted else []
+
+
+def get_requires_for_build_wheel(config_settings=None):
+  """For pip."""
+  return _build.get_requires_for_build_wheel(config_settings) + cuda_requirements()
+
+
+def get_requires_for_build_editable(config_settings=None):
+  """For pip."""
+  return _build.get_requires_for_build_editable(config_settings) + cuda_requirements()
+
+
+if __name__ == "__main__":
+  print(*cuda_requirements())
