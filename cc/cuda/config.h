@@ -19,11 +19,12 @@ struct ForwardTile<64, 64, kHasSoftcap> {
   // Softmax costs as many cycles as the matrix products here: three warpgroups hide more of it.
   static constexpr int kNumConsumers = kHasSoftcap ? 2 : 3;  // tanh takes registers, too.
   static constexpr int kBlockN = 128;
-  static constexpr int kQStages = 2, kKStages = 2, kVStages = 2;
+  static constexpr int kQStages = 2, kKStages = 4, kVStages = 4;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<128, 128, kHasSoftcap> {
   static constexpr int kNumConsumers = 2;
+  // A third stage of k and v is worth 2% over a second one of q.
   static constexpr int kQStages = 1, kKStages = 3, kVStages = 3;
   static constexpr int kBlockN = kHasSoftcap ? 112 : 128;
 };
