@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "cc/cpu/attention.h"
+#include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
 #include "cc/ffi/handlers.h"
 
@@ -142,35 +143,6 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_forward, jax_magi::Forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // q
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<ffi::AnyBuffer>()  // slices
-                                  .Arg<ffi::AnyBuffer>()  // sink
-                                  .Ret<ffi::AnyBuffer>()  // out
-                                  .Ret<ffi::AnyBuffer>()  // lse
-                                  .Ret<ffi::AnyBuffer>()  // max_logits
-                                  .Ret<ffi::AnyBuffer>()  // workspace
-                                  .Attr<float>("softmax_scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<int32_t>("sm_margin"));
-
+                              jax_magi::ForwardBinding<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_backward, jax_magi::Backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()  // q
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<ffi::AnyBuffer>()  // dout
-                                  .Arg<ffi::AnyBuffer>()  // lse
-                                  .Arg<ffi::AnyBuffer>()  // delta
-                                  .Arg<ffi::AnyBuffer>()  // slices
-                                  .Ret<ffi::AnyBuffer>()  // dq
-                                  .Ret<ffi::AnyBuffer>()  // dk
-                                  .Ret<ffi::AnyBuffer>()  // dv
-                                  .Attr<float>("softmax_scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<bool>("deterministic")
-                                  .Attr<int32_t>("sm_margin"));
+                              jax_magi::BackwardBinding<ffi::ThreadPool>());

@@ -1,6 +1,7 @@
 // FFI handlers of the CUDA kernels: decode, check, call.
 
 #include "cc/cuda/forward.h"
+#include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
 #include "cc/ffi/handlers.h"
 
@@ -37,18 +38,5 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_forward, jax_magi::Forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()  // q
-                                  .Arg<ffi::AnyBuffer>()  // k
-                                  .Arg<ffi::AnyBuffer>()  // v
-                                  .Arg<ffi::AnyBuffer>()  // slices
-                                  .Arg<ffi::AnyBuffer>()  // sink
-                                  .Ret<ffi::AnyBuffer>()  // out
-                                  .Ret<ffi::AnyBuffer>()  // lse
-                                  .Ret<ffi::AnyBuffer>()  // max_logits
-                                  .Ret<ffi::AnyBuffer>()  // workspace
-                                  .Attr<float>("softmax_scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<int32_t>("sm_margin"),
+                              jax_magi::ForwardBinding<ffi::PlatformStream<cudaStream_t>>(),
                               {ffi::Traits::kCmdBufferCompatible});

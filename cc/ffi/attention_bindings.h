@@ -1,0 +1,53 @@
+// Operands, results and attributes of the attention ops, in order: the same on every device, where
+// only the context differs.
+
+#ifndef JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
+#define JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_magi {
+
+template <typename Context>
+auto ForwardBinding() {
+  namespace ffi = xla::ffi;
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // q
+      .template Arg<ffi::AnyBuffer>()  // k
+      .template Arg<ffi::AnyBuffer>()  // v
+      .template Arg<ffi::AnyBuffer>()  // slices
+      .template Arg<ffi::AnyBuffer>()  // sink
+      .template Ret<ffi::AnyBuffer>()  // out
+      .template Ret<ffi::AnyBuffer>()  // lse
+      .template Ret<ffi::AnyBuffer>()  // max_logits
+      .template Ret<ffi::AnyBuffer>()  // workspace
+      .template Attr<float>("softmax_scale")
+      .template Attr<float>("softcap")
+      .template Attr<int32_t>("sm_margin");
+}
+
+template <typename Context>
+auto BackwardBinding() {
+  namespace ffi = xla::ffi;
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // q
+      .template Arg<ffi::AnyBuffer>()  // k
+      .template Arg<ffi::AnyBuffer>()  // v
+      .template Arg<ffi::AnyBuffer>()  // dout
+      .template Arg<ffi::AnyBuffer>()  // lse
+      .template Arg<ffi::AnyBuffer>()  // delta
+      .template Arg<ffi::AnyBuffer>()  // slices
+      .template Ret<ffi::AnyBuffer>()  // dq
+      .template Ret<ffi::AnyBuffer>()  // dk
+      .template Ret<ffi::AnyBuffer>()  // dv
+      .template Attr<float>("softmax_scale")
+      .template Attr<float>("softcap")
+      .template Attr<bool>("deterministic")
+      .template Attr<int32_t>("sm_margin");
+}
+
+}  // namespace jax_magi
+
+#endif  // JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
