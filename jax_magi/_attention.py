@@ -74,7 +74,8 @@ def attention(
   _checks.check_qkv(q, k, v)
   _checks.check_mask(mask, q.shape[0], k.shape[0])
   config = _checks.make_config(
-    q.shape[2],
+    q,
+    v,
     softmax_scale=softmax_scale,
     softcap=softcap,
     deterministic=deterministic,
@@ -220,7 +221,8 @@ def dot_product_attention(
       raise ValueError(f"{name} must have query's batch of {batch}, got {x.shape[0]}")
   _checks.check_qkv(*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (q, k, v)))
   config = _checks.make_config(
-    q.shape[3],
+    q,
+    v,
     softmax_scale=scale,
     softcap=softcap,
     deterministic=deterministic,

@@ -96,7 +96,8 @@ def check_sink(sink: Any, num_q_heads: int) -> jax.Array:
 
 
 def make_config(
-  head_dim: int,
+  q: Any,
+  v: Any,
   *,
   softmax_scale: Any,
   softcap: Any,
@@ -105,7 +106,7 @@ def make_config(
   implementation: Any,
 ) -> AttentionConfig:
   """The static arguments, checked."""
-  scale = head_dim**-0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
+  scale = q.shape[-1] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
   cap = _number("softcap", softcap)
   if cap < 0.0:
     raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
@@ -127,6 +128,12 @@ def make_config(
     raise NotImplementedError(
       f"implementation={implementation!r} is not in this build of jax_magi, which has "
       f"{_ffi.PLATFORMS}; install it where nvcc is found, or use implementation='blockwise'"
+    )
+  if implementation == "cuda" and not _ffi.supports("cuda", q, v):
+    raise NotImplementedError(
+      "implementation='cuda' takes bfloat16 or float16 and head dims up to 256, on Hopper GPUs; "
+      f"got {q.dtype} and head dims {q.shape[-1]} and {v.shape[-1]}; "
+      "implementation=None or 'blockwise' takes the rest"
     )
   return AttentionConfig(scale, cap, bool(deterministic), int(sm_margin), implementation)
 

@@ -61,6 +61,17 @@ def test_cuda_kernels_are_missed_by_name(monkeypatch):
     _call(implementation="cuda")
 
 
+@pytest.mark.parametrize(
+  "change",
+  [{}, {"dtype": jnp.bfloat16, "v": (8, 2, 264)}],
+  ids=["float32", "large_value_dim"],
+)
+def test_cuda_kernels_name_what_they_do_not_take(monkeypatch, change):
+  monkeypatch.setattr(_ffi, "PLATFORMS", ("cpu", "cuda"))
+  with pytest.raises(NotImplementedError, match="'cuda' takes bfloat16 or float16"):
+    _call(implementation="cuda", **change)
+
+
 def test_traced_scale_is_named():
   with pytest.raises(ValueError, match="softmax_scale must be a static number"):
     jax.jit(lambda s: _call(softmax_scale=s))(1.0)
