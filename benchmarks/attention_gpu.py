@@ -5,6 +5,7 @@ Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -69,8 +70,7 @@ CUDNN: dict[str, dict[str, Any]] = {
 
 
 def seconds(fun: Callable, *arguments: Any, budget: float = 0.06, repeats: int = 5) -> float:
-  """Median over `repeats` of the mean time of back-to-back calls."""
-  fun = jax.jit(fun)
+  """Median over `repeats` of the mean time of back-to-back calls of a jitted function."""
   jax.block_until_ready(fun(*arguments))
   start = time.perf_counter()
   jax.block_until_ready(fun(*arguments))
@@ -89,7 +89,12 @@ def matrix_product_rate() -> float:
   """TFLOP/s of an 8192^3 bf16 product: what this card does now."""
   keys = jax.random.split(jax.random.key(0))
   a, b = (jax.random.normal(key, (8192, 8192), jnp.bfloat16) for key in keys)
-  return 2 * 8192**3 / seconds(jnp.matmul, a, b) / 1e12
+  return 2 * 8192**3 / seconds(jax.jit(jnp.matmul), a, b) / 1e12
+
+
+def _cudnn(q, k, v, options):
+  batch = (x[None] for x in (q, k, v))
+  return jax.nn.dot_product_attention(*batch, implementation="cudnn", **options)
 
 
 def time_forward(lengths: list[int]) -> list[dict]:
@@ -106,17 +111,14 @@ def time_forward(lengths: list[int]) -> list[dict]:
         mask = make(length)
         flop = 4 * mask.area() * head_dim * num_q_heads
 
-        def ours(q, k, v, mask=mask):
+        @jax.jit
+        def ours(q, k, v, mask=mask):  # A concrete mask, as a constant of the program.
           return jax_magi.attention(q, k, v, mask, implementation="cuda")[0]
 
         row = {"head_dim": head_dim, "length": length, "mask": name}
         row["ours"] = flop / seconds(ours, q, k, v) / 1e12
         if name in CUDNN:
-
-          def cudnn(q, k, v, options=CUDNN[name]):
-            batch = (x[None] for x in (q, k, v))
-            return jax.nn.dot_product_attention(*batch, implementation="cudnn", **options)
-
+          cudnn = jax.jit(functools.partial(_cudnn, options=CUDNN[name]))
           row["cudnn"] = flop / seconds(cudnn, q, k, v) / 1e12
         rows.append(row)
         ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN" if "cudnn" in row else ""
@@ -135,18 +137,19 @@ def time_max_logits(lengths: tuple[int, ...] = (4096, 8192, 16384)) -> list[dict
     )
     for name in ("full", "causal", "varlen_full", "varlen_causal"):
       mask = MASKS[name](length)
-      times: dict[bool, list[float]] = {False: [], True: []}
-      for _ in range(4):
-        for asked, samples in times.items():
 
-          def fun(q, k, v, mask=mask, asked=asked):
-            out, meta = jax_magi.attention(
-              q, k, v, mask, return_max_logits=asked, implementation="cuda"
-            )
-            return out, meta.max_logits
+      def fun(q, k, v, asked, mask=mask):
+        options = {"return_max_logits": asked, "implementation": "cuda"}
+        out, meta = jax_magi.attention(q, k, v, mask, **options)
+        return out, meta.max_logits
 
-          samples.append(seconds(fun, q, k, v, repeats=3))
-      cost = statistics.median(times[True]) / statistics.median(times[False]) - 1
+      versions = [jax.jit(functools.partial(fun, asked=asked)) for asked in (False, True)]
+      # The clock drifts: compare neighbours, many times.
+      ratios = []
+      for _ in range(20):
+        off, on = (seconds(version, q, k, v, budget=0.02, repeats=1) for version in versions)
+        ratios.append(on / off)
+      cost = statistics.median(ratios) - 1
       rows.append({"length": length, "mask": name, "max_logits_cost": cost})
       print(f"  {length:6} {name:14} {100 * cost:+.2f}%", flush=True)
   return rows
