@@ -4,6 +4,7 @@ import contextlib
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -316,12 +317,28 @@ def _exportable(q, k, v, slices):
 
 
 def test_export_round_trip():
-  export = pytest.importorskip("jax.export")
   arguments = (*(x[0] for x in _batch()), _masks(64, [20])[0])
-  allowed = [export.DisabledSafetyCheck.custom_call(_TARGET)]
-  exported = export.export(jax.jit(_exportable), disabled_checks=allowed)(*arguments)
-  restored = export.deserialize(exported.serialize())
+  allowed = [jax.export.DisabledSafetyCheck.custom_call(_TARGET)]
+  exported = jax.export.export(jax.jit(_exportable), disabled_checks=allowed)(*arguments)
+  restored = jax.export.deserialize(exported.serialize())
   np.testing.assert_array_equal(restored.call(*arguments), _exportable(*arguments))
+
+
+def test_export_of_shard_map():
+  mesh = _mesh(AxisType.Auto)
+  q, k, v = (jax.device_put(x, NamedSharding(mesh, P("x"))) for x in _batch())
+  slices = _masks(64, [20])[0]
+
+  def local(q, k, v, slices):
+    return jax.vmap(_exportable, (0, 0, 0, None))(q, k, v, slices)
+
+  specs = (P("x"), P("x"), P("x"), P())
+  fun = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x")))
+  allowed = [jax.export.DisabledSafetyCheck.custom_call(_TARGET)]
+  exported = jax.export.export(fun, disabled_checks=allowed)(q, k, v, slices)
+  restored = jax.export.deserialize(exported.serialize())
+  got = jax.jit(restored.call)(q, k, v, slices)
+  np.testing.assert_array_equal(got, fun(q, k, v, slices))
 
 
 def test_platforms_without_native_kernels_get_the_blockwise_path():
