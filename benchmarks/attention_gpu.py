@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_magi
+from benchmarks import timing
 from jax_magi import AttentionMask
 
 LENGTHS = [2**i for i in range(10, 17)]
@@ -69,20 +69,8 @@ CUDNN: dict[str, dict[str, Any]] = {
 }
 
 
-def seconds(fun: Callable, *arguments: Any, budget: float = 0.06, repeats: int = 5) -> float:
-  """Median over `repeats` of the mean time of back-to-back calls of a jitted function."""
-  jax.block_until_ready(fun(*arguments))
-  start = time.perf_counter()
-  jax.block_until_ready(fun(*arguments))
-  count = max(3, int(budget / (time.perf_counter() - start)))
-  times = []
-  for _ in range(repeats):
-    start = time.perf_counter()
-    for _ in range(count):
-      result = fun(*arguments)
-    jax.block_until_ready(result)
-    times.append((time.perf_counter() - start) / count)
-  return statistics.median(times)
+# A few launches in a row, whatever they take: one alone would show the host's part too.
+seconds = functools.partial(timing.seconds, min_calls=3, budget=0.06)
 
 
 def matrix_product_rate() -> float:

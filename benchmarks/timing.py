@@ -10,13 +10,23 @@ from typing import Any
 import jax
 
 
-def median_ms(fun: Callable, *arguments: Any, repeats: int = 5) -> float:
-  """Median time of one call, in milliseconds, after a first that compiles."""
-  fun = jax.jit(fun)
+def seconds(
+  fun: Callable, *arguments: Any, budget: float = 0.0, min_calls: int = 1, repeats: int = 5
+) -> float:
+  """Median over `repeats` of the mean time of back-to-back calls of a jitted function.
+
+  As many calls as fit in `budget` seconds are made in a row, so that a device never waits for the
+  host; at least `min_calls`.
+  """
+  jax.block_until_ready(fun(*arguments))  # Compiles.
+  start = time.perf_counter()
   jax.block_until_ready(fun(*arguments))
+  count = max(min_calls, int(budget / (time.perf_counter() - start)))
   times = []
   for _ in range(repeats):
     start = time.perf_counter()
-    jax.block_until_ready(fun(*arguments))
-    times.append(1e3 * (time.perf_counter() - start))
+    for _ in range(count):
+      result = fun(*arguments)
+    jax.block_until_ready(result)
+    times.append((time.perf_counter() - start) / count)
   return statistics.median(times)
