@@ -27,13 +27,24 @@ MODELS = [(128, 48, 8), (64, 32, 32)]
 WINDOW = 1024
 
 
-def documents(length: int, seed: int = 0) -> list[int]:
-  """Bounds of documents of 128 .. 4096 tokens."""
+def documents(length: int, seed: int = 0, shrink: float = 1.0) -> list[int]:
+  """Bounds of documents of 128 .. 4096 tokens, or `shrink` times that."""
   rng = np.random.default_rng(seed)
   bounds = [0]
   while bounds[-1] < length:
-    bounds.append(min(length, bounds[-1] + int(rng.integers(128, 4097))))
+    tokens = round(shrink * int(rng.integers(128, 4097)))
+    bounds.append(min(length, bounds[-1] + tokens))
   return bounds
+
+
+def _varlen_of_same_area(mask: AttentionMask) -> AttentionMask:
+  """Full attention in documents so much shorter that the area is `mask`'s."""
+  low, high = 0.01, 1.0
+  for _ in range(20):
+    middle = (low + high) / 2
+    found = AttentionMask.from_cu_seqlens(documents(mask.q_len, shrink=middle))
+    low, high = (middle, high) if found.area() < mask.area() else (low, middle)
+  return found
 
 
 def _place(mask: AttentionMask, begin: int, length: int) -> AttentionMask:
@@ -62,6 +73,8 @@ MASKS: dict[str, Callable[[int], AttentionMask]] = {
   "varlen_block_causal": lambda n: _per_document(n, lambda m: AttentionMask.block_causal(256, m)),
   "shared_question": lambda n: _per_document(n, _shared_question),
 }
+# Masks that no peer has are held against full attention in documents of the same area.
+SAME_AREA = ("varlen_block_causal", "shared_question")
 CUDNN: dict[str, dict[str, Any]] = {
   "full": {},
   "causal": {"is_causal": True},
@@ -85,32 +98,71 @@ def _cudnn(q, k, v, options):
   return jax.nn.dot_product_attention(*batch, implementation="cudnn", **options)
 
 
+def _ours(mask: AttentionMask) -> Callable:
+  """With a concrete mask, as a constant of the program."""
+  return jax.jit(lambda q, k, v: jax_magi.attention(q, k, v, mask, implementation="cuda")[0])
+
+
 def time_forward(lengths: list[int]) -> list[dict]:
   rows = []
   for head_dim, num_q_heads, num_kv_heads in MODELS:
     for length in lengths:
-      keys = jax.random.split(jax.random.key(length), 3)
-      heads = (num_q_heads, num_kv_heads, num_kv_heads)
-      q, k, v = (
-        jax.random.normal(key, (length, h, head_dim), jnp.bfloat16)
-        for key, h in zip(keys, heads, strict=True)
-      )
+      q, k, v = _inputs(length, head_dim, num_q_heads, num_kv_heads)
       for name, make in MASKS.items():
         mask = make(length)
         flop = 4 * mask.area() * head_dim * num_q_heads
 
-        @jax.jit
-        def ours(q, k, v, mask=mask):  # A concrete mask, as a constant of the program.
-          return jax_magi.attention(q, k, v, mask, implementation="cuda")[0]
-
         row = {"head_dim": head_dim, "length": length, "mask": name}
-        row["ours"] = flop / seconds(ours, q, k, v) / 1e12
+        row["ours"] = flop / seconds(_ours(mask), q, k, v) / 1e12
         if name in CUDNN:
           cudnn = jax.jit(functools.partial(_cudnn, options=CUDNN[name]))
           row["cudnn"] = flop / seconds(cudnn, q, k, v) / 1e12
+        if name in SAME_AREA:
+          other = _varlen_of_same_area(mask)
+          other_flop = 4 * other.area() * head_dim * num_q_heads
+          row["varlen_full_of_same_area"] = other_flop / seconds(_ours(other), q, k, v) / 1e12
         rows.append(row)
-        ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN" if "cudnn" in row else ""
+        ratio = ""
+        if "cudnn" in row:
+          ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN"
+        elif "varlen_full_of_same_area" in row:
+          ratio = f"{row['ours'] / row['varlen_full_of_same_area']:6.2f}x varlen of same area"
         print(f"  {head_dim:4} {length:6} {name:20} {row['ours']:7.1f} {ratio}", flush=True)
+  return rows
+
+
+def _compare(versions: list[Callable], arguments: list[tuple]) -> float:
+  """How much longer the second takes than the first, as the clock drifts: in turns, many times."""
+  ratios = []
+  for i in range(40):
+    times = {}
+    for j in (0, 1) if i % 2 else (1, 0):  # Neither is always the first.
+      times[j] = seconds(versions[j], *arguments[j], budget=0.02, repeats=1)
+    ratios.append(times[1] / times[0])
+  return statistics.median(ratios) - 1
+
+
+def _inputs(length: int, head_dim: int, num_q_heads: int, num_kv_heads: int) -> list[jax.Array]:
+  keys = jax.random.split(jax.random.key(length), 3)
+  heads = (num_q_heads, num_kv_heads, num_kv_heads)
+  return [
+    jax.random.normal(key, (length, h, head_dim), jnp.bfloat16)
+    for key, h in zip(keys, heads, strict=True)
+  ]
+
+
+def time_traced_masks(length: int = 2048) -> list[dict]:
+  """Cost of a mask that is an argument of the program, over one that is a constant of it."""
+  rows = []
+  for model in MODELS:
+    operands = _inputs(length, *model)
+    for name in ("full", "causal", "varlen_causal"):
+      mask = MASKS[name](length)
+      on_device = jax.device_put(mask)
+      traced = jax.jit(lambda *x: jax_magi.attention(*x, implementation="cuda")[0])
+      cost = _compare([_ours(mask), traced], [tuple(operands), (*operands, on_device)])
+      rows.append({"head_dim": model[0], "length": length, "mask": name, "traced_cost": cost})
+      print(f"  {model[0]:4} {length:6} {name:14} {100 * cost:+.2f}%", flush=True)
   return rows
 
 
@@ -118,11 +170,7 @@ def time_max_logits(lengths: tuple[int, ...] = (4096, 8192, 16384)) -> list[dict
   """Cost of return_max_logits=True, on and off in turns."""
   rows = []
   for length in lengths:
-    keys = jax.random.split(jax.random.key(length), 3)
-    q, k, v = (
-      jax.random.normal(key, (length, h, 128), jnp.bfloat16)
-      for key, h in zip(keys, (48, 8, 8), strict=True)
-    )
+    operands = tuple(_inputs(length, *MODELS[0]))
     for name in ("full", "causal", "varlen_full", "varlen_causal"):
       mask = MASKS[name](length)
 
@@ -132,12 +180,7 @@ def time_max_logits(lengths: tuple[int, ...] = (4096, 8192, 16384)) -> list[dict
         return out, meta.max_logits
 
       versions = [jax.jit(functools.partial(fun, asked=asked)) for asked in (False, True)]
-      # The clock drifts: compare neighbours, many times.
-      ratios = []
-      for _ in range(20):
-        off, on = (seconds(version, q, k, v, budget=0.02, repeats=1) for version in versions)
-        ratios.append(on / off)
-      cost = statistics.median(ratios) - 1
+      cost = _compare(versions, [operands, operands])
       rows.append({"length": length, "mask": name, "max_logits_cost": cost})
       print(f"  {length:6} {name:14} {100 * cost:+.2f}%", flush=True)
   return rows
@@ -172,11 +215,15 @@ def main(json_path: Path | None, plot_path: Path | None) -> None:
   rows = time_forward(LENGTHS)
   print("cost of return_max_logits=True")
   max_logits = time_max_logits()
+  print("cost of a traced mask")
+  traced_masks = time_traced_masks()
   rate_after = matrix_product_rate()
   print(f"matrix product again {rate_after:.0f} TFLOP/s")
   if json_path:
     rates = {"matrix_product": [rate, rate_after], "device": device.device_kind}
-    text = json.dumps({**rates, "forward": rows, "max_logits": max_logits}, indent=1)
+    text = json.dumps(
+      {**rates, "forward": rows, "max_logits": max_logits, "traced_masks": traced_masks}, indent=1
+    )
     json_path.write_text(text + "\n")
   if plot_path:
     plot(rows, plot_path)

@@ -257,6 +257,9 @@ def _call(config, q, k, v, slices, sink):
     q, config = -q, dataclasses.replace(config, softmax_scale=-config.softmax_scale)
   elif config.softmax_scale == 0.0:
     q, config = jnp.zeros_like(q), dataclasses.replace(config, softmax_scale=1.0)
+  # Under a trace: elsewhere, each new mask would be a new program.
+  if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and isinstance(q, jax.core.Tracer):
+    config = dataclasses.replace(config, static_slices=slices.tobytes())
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   operands = vary_together(q, k, v, slices, sink)
   op = functools.partial(_ops.attention, config)

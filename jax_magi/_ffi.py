@@ -42,9 +42,6 @@ for _platform, _module in _MODULES.items():
 
 _MAX_CUDA_HEAD_DIM = 256
 
-# Rows of the CUDA kernels' smallest query tile, and what they note for each, in bytes.
-_SMALLEST_TILE, _TILE_BYTES, _HEADER_BYTES = 128, 64, 32
-
 
 def supports(platform: str, q: Any, v: Any) -> bool:
   """Whether the platform's kernels take these operands on the devices that are there."""
@@ -84,21 +81,50 @@ def _call(name: str, operands: tuple[Any, ...], results: Any, **attributes: Any)
   return jax.ffi.ffi_call(name, types)(*operands, **attributes)
 
 
+def forward_plan(q, k, v, slices, *, softcap: float, static_slices: bytes | None) -> np.ndarray:
+  """What the CUDA kernel derives from a mask that is known when the call is traced.
+
+  `static_slices` are the values of `slices`, of one list. The plan serves any batch that shares it,
+  and any number of kv heads. Without one (empty), the device makes it in each call.
+  """
+  if static_slices is None or slices.shape[0] != 1:
+    return np.zeros(0, np.int32)
+  plan = _cuda.forward_plan(*_describe(q, k, v, slices, softcap), static_slices)
+  return np.frombuffer(plan, np.int32)
+
+
+def _describe(
+  q, k, v, slices, softcap: float
+) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], bool, bool]:
+  return q.shape, k.shape, v.shape[-1], slices.shape, q.dtype == jnp.bfloat16, softcap != 0.0
+
+
 def attention_forward(
-  q, k, v, slices, sink, *, softmax_scale: float, softcap: float, sm_margin: int
+  q,
+  k,
+  v,
+  slices,
+  sink,
+  plan,
+  *,
+  platform: str,
+  softmax_scale: float,
+  softcap: float,
+  sm_margin: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out, lse, max_logits."""
   batch, q_len, num_q_heads, _ = q.shape
-  # Tiles are cut where slices begin and end.
-  num_tiles = batch * (-(-q_len // _SMALLEST_TILE) + 2 * slices.shape[1])
+  num_bytes = 0
+  if platform == "cuda":
+    num_bytes = _cuda.forward_workspace(*_describe(q, k, v, slices, softcap), plan.size > 0)
   out, lse, max_logits, _ = _call(
     _FORWARD,
-    (q, k, v, slices, sink),
+    (q, k, v, slices, sink, plan),
     [
       ((batch, q_len, num_q_heads, v.shape[-1]), q.dtype),
       ((batch, q_len, num_q_heads), np.float32),
       ((batch, num_q_heads), np.float32),
-      ((_HEADER_BYTES + _TILE_BYTES * num_tiles,), np.uint8),  # Workspace.
+      ((num_bytes,), np.uint8),  # Workspace.
     ],
     # Attributes are typed strictly.
     softmax_scale=np.float32(softmax_scale),

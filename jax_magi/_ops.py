@@ -30,6 +30,8 @@ class AttentionConfig:
   deterministic: bool
   sm_margin: int
   implementation: str | None
+  # The mask's slices, `[num_slices, 6]` as bytes, where they are known when the call is traced.
+  static_slices: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -78,26 +80,41 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 # --- The two kernel calls, each usable under vmap and jit with shardings ---
 
 
-@functools.cache
+# Bounded, as each concrete mask has a config of its own.
+_cache = functools.lru_cache(maxsize=256)
+
+
+@_cache
 def _forward(config: AttentionConfig) -> Callable:
-  math = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
+  math: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
   native = functools.partial(_ffi.attention_forward, **math, sm_margin=config.sm_margin)
-  dims = ["bqhd", "bkgd", "bkge", "bnc", "bh"], ["bqhe", "bqh", "bh"]
-  cuda = functools.partial(_with_padded_dims, native)
+  # The plan, last, is one for all.
+  dims = ["bqhd", "bkgd", "bkge", "bnc", "bh", "p"], ["bqhe", "bqh", "bh"]
+  on_cpu = keep_batch_and_heads(functools.partial(native, platform="cpu"), *dims)
+  on_cuda = keep_batch_and_heads(
+    functools.partial(_with_padded_dims, functools.partial(native, platform="cuda")), *dims
+  )
+
+  def cpu(*operands):
+    return on_cpu(*operands, np.zeros(0, np.int32))
+
+  def cuda(q, k, v, slices, sink):
+    plan = _ffi.forward_plan(
+      q, k, v, slices, softcap=config.softcap, static_slices=config.static_slices
+    )
+    return on_cuda(q, k, v, slices, sink, plan)
+
   return _fold_batch(
     _by_platform(
       config.implementation,
-      natives={
-        "cpu": keep_batch_and_heads(native, *dims),
-        "cuda": keep_batch_and_heads(cuda, *dims),
-      },
+      natives={"cpu": cpu, "cuda": cuda},
       blockwise=functools.partial(_blockwise.attention_forward, **math),
     ),
     slices_index=3,
   )
 
 
-@functools.cache
+@_cache
 def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
   math = {
     "softmax_scale": config.softmax_scale,

@@ -47,6 +47,38 @@ def test_gradients():
   check_attention(case.make_inputs("bf16"), case.mask, None, **case.options)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_known_mask_gives_what_a_traced_one_does(case):
+  inputs = case.make_inputs("bf16")
+
+  def fun(q, k, v, sink, mask):
+    options = {"return_max_logits": True, "implementation": "cuda", **case.options}
+    return jax_magi.attention(q, k, v, mask, sink=sink, **options)
+
+  traced = jax.jit(fun)(*inputs.operands, case.mask)
+  known = jax.jit(functools.partial(fun, mask=case.mask))(*inputs.operands)
+  jax.tree.map(np.testing.assert_array_equal, known, traced)
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("group", [2, 3, 6, 8])
+def test_short_queries_with_packed_heads(q_len, group):
+  rng = np.random.default_rng(q_len + group)
+  shape = (q_len, 300, 2 * group, 2, 128, 128)
+  inputs = make_inputs(rng, DTYPES["bf16"], *shape, 0)
+  mask = AttentionMask.causal(q_len, 300)
+  check_attention(inputs, mask, "cuda", forward_only=True)
+
+
+def test_short_queries_in_a_batch():
+  q, k, v = _arrays((3, 5, 8, 128), (3, 300, 2, 128), (3, 300, 2, 128))
+  mask = AttentionMask.causal(5, 300)
+  fun = functools.partial(jax_magi.attention, mask=mask, implementation="cuda")
+  got = jax.jit(jax.vmap(lambda q, k, v: fun(q, k, v)[0]))(q, k, v)
+  for i in range(3):
+    np.testing.assert_array_equal(got[i], fun(q[i], k[i], v[i])[0])
+
+
 @pytest.mark.parametrize("is_mask_shared", [True, False])
 def test_batch(is_mask_shared):
   q, k, v = _arrays((5, 300, 4, 64), (5, 300, 2, 64), (5, 300, 2, 64))
@@ -98,3 +130,27 @@ def test_many_work_tiles_and_large_offsets():
     expected, expected_meta = fun(q[part], k[part], v[part], AttentionMask.causal(512))
     np.testing.assert_array_equal(out[part], expected)
     np.testing.assert_array_equal(meta.lse[part], expected_meta.lse)
+
+
+def test_runs_inside_a_command_buffer():
+  q, k, v = _arrays((500, 4, 64), (500, 2, 64), (500, 2, 64))
+  mask = AttentionMask.causal(500)
+
+  @functools.partial(
+    jax.jit,
+    compiler_options={
+      "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+      "xla_gpu_graph_min_graph_size": 1,
+    },
+  )
+  def captured(q, k, v, mask):
+    for _ in range(3):
+      q = jax_magi.attention(2 * q, k, v, mask, implementation="cuda")[0]
+    return q
+
+  for _ in range(5):  # The first calls are made before the capture.
+    got = captured(q, k, v, mask)
+  expected = q
+  for _ in range(3):
+    expected = jax_magi.attention(2 * expected, k, v, mask, implementation="cuda")[0]
+  np.testing.assert_array_equal(got, expected)

@@ -21,6 +21,7 @@ def _forward(change):
     "v": ((2, 8, 2, 16), _F32),
     "slices": ((1, 3, 6), np.int32),
     "sink": ((2, 4), _F32),
+    "plan": ((0,), np.int32),
   }
   results = {
     "out": ((2, 8, 4, 16), _F32),

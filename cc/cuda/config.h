@@ -26,11 +26,11 @@ struct ForwardTile<128, 128, kHasSoftcap> {
   static constexpr int kNumConsumers = 2;
   // A third stage of k and v is worth 2% over a second one of q.
   static constexpr int kQStages = 1, kKStages = 3, kVStages = 3;
-  static constexpr int kBlockN = kHasSoftcap ? 112 : 128;
+  static constexpr int kBlockN = kHasSoftcap ? 96 : 128;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<192, 128, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2, kBlockN = 112;
+  static constexpr int kNumConsumers = 2, kBlockN = kHasSoftcap ? 80 : 112;
   static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
 };
 template <bool kHasSoftcap>

@@ -19,14 +19,21 @@ namespace jax_magi::cuda {
 
 struct ForwardParams {
   CUtensorMap q_map, k_map, v_map;
-  int q_len, k_len, num_q_heads, group, value_dim;
+  int q_len, k_len, num_q_heads, num_kv_heads, value_dim;
   int num_slices;
-  bool shared_slices;
-  int heads_per_section;  // Query heads worked on at once, so that their keys stay in L2.
+  // With shared slices, the list's tiles serve this many batch elements; else it names them itself.
+  int num_repeats;
+  // A tile holds 2^log2_pack query heads of one kv head: its row i is row i >> log2_pack of head
+  // i % 2^log2_pack.
+  int log2_pack;
+  int packs_per_kv_head;
+  int packs_per_section;  // Worked on at once, so that their keys stay in L2.
+  bool has_plan;
   float softmax_scale, softcap;
   const Slice* slices;
   const float* sink;
-  ScheduleHeader* schedule;
+  const TileList* list;
+  WorkCounter* counter;
   void* out;
   float *lse, *max_logits;
 };
@@ -37,16 +44,12 @@ struct alignas(16) BlockInfo {
   int32_t k_begin;
   int32_t flags;
 };
-enum BlockFlags { kMasked = 1, kLast = 2 };
+enum BlockFlag { kMasked = 1, kLast = 2 };
 
-// One query tile of one head. num_blocks < 0: no more work.
+// One query tile of one head, or of several packed. num_blocks < 0: no more work.
 struct alignas(16) TileInfo {
-  int32_t batch, head, q_begin, num_rows, num_blocks;
+  int32_t batch, head, num_heads, q_begin, num_rows, num_blocks;
 };
-
-// Consumers take turns at the tensor cores: warpgroup i waits on kTurn + i, which its predecessor
-// arrives at when it has issued its products.
-enum NamedBarrier { kTurn = 1 };
 
 template <typename Config>
 struct ForwardShared {
@@ -89,11 +92,16 @@ struct Producer {
   RingPosition<Config::kQStages> q_ring;
 
   __device__ __forceinline__ void Run() {
+    // The list of a traced mask is not there yet.
+    if (!params.has_plan) WaitForPreviousKernel();
+    const int num_work = params.list->num_tiles * params.num_repeats * params.num_kv_heads *
+                         params.packs_per_kv_head;
     int work = blockIdx.x;
-    while (work < params.schedule->num_tiles * params.num_q_heads) {
+    while (work < num_work) {
       // Asked for early: the answer takes a trip to memory.
       int next_work = 0;
-      if (lane == 0) next_work = gridDim.x + atomicAdd(&params.schedule->next_work, 1);
+      WaitForPreviousKernel();  // It resets the counter.
+      if (lane == 0) next_work = gridDim.x + atomicAdd(&params.counter->next_work, 1);
       LoadTile(work);
       work = __shfl_sync(~0u, next_work, 0);
     }
@@ -105,19 +113,26 @@ struct Producer {
   }
 
   __device__ __forceinline__ void LoadTile(int work) {
-    const int per_section = params.schedule->num_tiles * params.heads_per_section;
+    // Sections one after the other; in each, packs of heads side by side.
+    const int per_section = params.list->num_tiles * params.num_repeats * params.packs_per_section;
     const int in_section = work % per_section;
-    const int head =
-        work / per_section * params.heads_per_section + in_section % params.heads_per_section;
-    const QueryTile* tiles = reinterpret_cast<const QueryTile*>(params.schedule + 1);
-    const QueryTile tile = tiles[in_section / params.heads_per_section];
-    const int kv_head = head / params.group;
+    const int pack =
+        work / per_section * params.packs_per_section + in_section % params.packs_per_section;
+    const int index = in_section / params.packs_per_section;
+    QueryTile tile = params.list->tiles()[index / params.num_repeats];
+    tile.batch += index % params.num_repeats;
+    const int kv_head = pack / params.packs_per_kv_head;
+    const int group = params.num_q_heads / params.num_kv_heads;
+    const int in_group = (pack % params.packs_per_kv_head) << params.log2_pack;
+    const int head = kv_head * group + in_group;
 
     const int stage = q_ring.stage;
     Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
     q_ring.Advance();
     if (lane == 0) {
-      shared.tile[stage] = {tile.batch, head, tile.q_begin, tile.num_rows, tile.num_blocks};
+      const int num_heads = Min(1 << params.log2_pack, group - in_group);
+      shared.tile[stage] = {tile.batch,   head,          num_heads,
+                            tile.q_begin, tile.num_rows, tile.num_blocks};
       if (tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
@@ -135,7 +150,7 @@ struct Producer {
   // Lanes look at 32 slices at once; hits are worked off one by one.
   __device__ __forceinline__ void LoadBlocks(const QueryTile& tile, int kv_head) {
     const Slice* slices =
-        params.slices + (params.shared_slices ? 0 : int64_t{tile.batch} * params.num_slices);
+        params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
     const Range tile_rows{tile.q_begin, tile.q_begin + tile.num_rows};
     int remaining = tile.num_blocks;
     int v_row = 0;  // v follows k by one block: scores come first.
@@ -234,8 +249,6 @@ struct Consumer {
     } else {
       scale = {params.softmax_scale * kLog2E, 0.0f};
     }
-    // The first warpgroup's first turn.
-    if (group == Config::kNumConsumers - 1) NamedArrive(kTurn, 2 * kWarpgroup);
     while (true) {
       Wait(&shared.q_full[q_ring.stage], q_ring.phase);
       const TileInfo tile = shared.tile[q_ring.stage];
@@ -245,9 +258,9 @@ struct Consumer {
     }
   }
 
-  // First row of this thread in the tile; its second is 8 further on.
-  __device__ __forceinline__ int Row() const {
-    return group * 64 + thread / 32 * 16 + thread % 32 / 4;
+  // This thread's row `r`, 0 or 1, in shared memory; with heads packed, rows interleave them.
+  __device__ __forceinline__ int PackedRow(int r) const {
+    return group * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
 
   __device__ __forceinline__ void Release(uint64_t* barrier) {
@@ -262,7 +275,11 @@ struct Consumer {
 
   __device__ __forceinline__ void Compute(const TileInfo& tile) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) state.max[r] = state.max_logit[r] = -INFINITY, state.sum[r] = 0.0f;
+    for (int r = 0; r < 2; ++r) {
+      state.reference[r] = kNoReference;
+      state.max[r] = -INFINITY;
+      state.sum[r] = 0.0f;
+    }
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
     if (tile.num_blocks == 0) return ReleaseQueries();
@@ -270,28 +287,30 @@ struct Consumer {
     float correction[2];
     WaitForKeys();
     IssueScores();
+    int flags = BlockFlags();
     WaitWgmma<0>();
-    bool is_last = FinishScores(tile);
+    FinishScores(tile, flags);
     OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
     PackProbabilities<Element>(scores, p);
 
     // The next block's scores are computed while this one's probabilities meet their values, and
     // its softmax runs under that product.
-    if (!is_last) WaitForKeys();
-    while (!is_last) {
-      NamedSync(kTurn + group, 2 * kWarpgroup);
+    if (!(flags & kLast)) WaitForKeys();
+    while (!(flags & kLast)) {
       IssueScores();
+      flags = BlockFlags();
       Wait(&shared.v_full[v_ring.stage], v_ring.phase);
       IssueValues();
-      NamedArrive(kTurn + (group + 1) % Config::kNumConsumers, 2 * kWarpgroup);
       WaitWgmma<1>();
-      is_last = FinishScores(tile);
-      OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
-      // Here, as its loop keeps ptxas from moving the softmax behind the wait for the product.
-      if (!is_last) WaitForKeys();
+      FinishScores(tile, flags);
+      // Asked before the softmax, as the answer takes its time; and the branch after it keeps ptxas
+      // from moving the softmax behind the wait for the product.
+      const bool has_keys = (flags & kLast) || IsDone(&shared.k_full[k_ring.stage], k_ring.phase);
+      const bool has_moved = OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
+      if (!has_keys) WaitForKeys();
       WaitWgmma<0>();
       FinishValues();
-      Rescale(correction);
+      if (has_moved) Rescale(correction);
       PackProbabilities<Element>(scores, p);
     }
     ReleaseQueries();
@@ -323,18 +342,19 @@ struct Consumer {
     CommitWgmma();
   }
 
-  // The scores have arrived: hides what the mask hides, and gives the keys back. Returns whether
-  // the block is the tile's last.
-  __device__ __forceinline__ bool FinishScores(const TileInfo& tile) {
+  __device__ __forceinline__ int BlockFlags() const { return shared.block[k_ring.stage].flags; }
+
+  // The scores have arrived: hides what the mask hides, and gives the keys back.
+  __device__ __forceinline__ void FinishScores(const TileInfo& tile, int flags) {
     FenceRegisters(scores);
-    const BlockInfo& info = shared.block[k_ring.stage];
-    const int flags = info.flags;
     if (flags & kMasked) {
-      HideScores(info.slice, tile.q_begin + Row(), info.k_begin + 2 * (thread % 4), scores);
+      const BlockInfo& info = shared.block[k_ring.stage];
+      const int rows[2] = {tile.q_begin + (PackedRow(0) >> params.log2_pack),
+                           tile.q_begin + (PackedRow(1) >> params.log2_pack)};
+      HideScores(info.slice, rows, info.k_begin + 2 * (thread % 4), scores);
     }
     Release(&shared.k_empty[k_ring.stage]);
     k_ring.Advance();
-    return flags & kLast;
   }
 
   __device__ __forceinline__ void FinishValues() {
@@ -344,8 +364,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void Rescale(const float (&correction)[2]) {
-    // Exactly 1 where the maximum did not move, as mostly it does not.
-    if (!__any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] *= correction[i / 2 % 2];
   }
@@ -353,47 +371,53 @@ struct Consumer {
   // --- Epilogue: straight from registers to memory ---
 
   __device__ __forceinline__ void Store(const TileInfo& tile) {
-    const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
-    const float sink = kLog2E * params.sink[batch_head];
-    float largest = -INFINITY;
-    float factor[2];
+    WaitForPreviousKernel();  // It resets max_logits.
+    float max[2], factor[2];
     int64_t offset[2];  // Of (batch, row, head) in [batch, q_len, num_q_heads].
     bool is_own[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = Row() + 8 * r;
-      is_own[r] = row < tile.num_rows;
-      offset[r] = (int64_t{tile.batch} * params.q_len + tile.q_begin + row) * params.num_q_heads +
-                  tile.head;
+      const int row = PackedRow(r) >> params.log2_pack;
+      const int in_pack = PackedRow(r) & ((1 << params.log2_pack) - 1);
+      is_own[r] = row < tile.num_rows && in_pack < tile.num_heads;
+      const int head = tile.head + (is_own[r] ? in_pack : 0);
+      offset[r] =
+          (int64_t{tile.batch} * params.q_len + tile.q_begin + row) * params.num_q_heads + head;
+      const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + head;
+      const float sink = kLog2E * params.sink[batch_head];
       const float sum = QuadSum(state.sum[r]);
-      const float row_max = state.max[r] == -INFINITY ? -INFINITY : state.max[r] * scale.log2;
-      const float max = fmaxf(row_max, sink);
-      const float weight = max == -INFINITY ? 0.0f : Exp2(row_max - max);
-      const float total = sum * weight + (max == -INFINITY ? 0.0f : Exp2(sink - max));
+      const float reference = state.reference[r] == kNoReference ? -INFINITY : state.reference[r];
+      const float largest = fmaxf(reference, sink);
+      const float weight = largest == -INFINITY ? 0.0f : Exp2(reference - largest);
+      const float total = sum * weight + (largest == -INFINITY ? 0.0f : Exp2(sink - largest));
       factor[r] = total == 0.0f ? 0.0f : weight * Reciprocal(total);
-      if (is_own[r]) {
-        if (thread % 4 == 0) {
-          params.lse[offset[r]] = total == 0.0f ? -INFINITY : (max + __log2f(total)) * kLn2;
-        }
-        const float logit = Config::kHasSoftcap ? state.max_logit[r] : state.max[r];
-        // The maximum skips NaN; the sum does not. A NaN logit must not look like a healthy head.
-        largest = isnan(sum) || isnan(largest) ? NAN : fmaxf(largest, logit);
+      if (is_own[r] && thread % 4 == 0) {
+        params.lse[offset[r]] = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2;
+      }
+      max[r] = QuadMax(is_own[r] ? state.max[r] : -INFINITY);
+      if (params.log2_pack > 0 && thread % 4 == 0) {
+        ReportMaxLogit(max[r], params.max_logits + batch_head);
       }
     }
-    ReportMaxLogit(largest, params.max_logits + batch_head);
+    if (params.log2_pack == 0) {
+      float largest = MaxOrNan(max[0], max[1]);
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        largest = MaxOrNan(largest, __shfl_xor_sync(~0u, largest, lanes));
+      }
+      const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
+      if (thread % 32 == 0) ReportMaxLogit(largest, params.max_logits + batch_head);
+    }
     StoreOut(factor, offset, is_own);
   }
 
   __device__ __forceinline__ void ReportMaxLogit(float largest, float* destination) {
-    const bool has_nan = __any_sync(~0u, isnan(largest));
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-    }
-    if (thread % 32 != 0 || (largest == -INFINITY && !has_nan)) return;
-    // As integers, floats of one sign are ordered; NaN is above all others.
-    const float value = has_nan ? __int_as_float(0x7fc00000) : largest * params.softmax_scale;
-    if (value >= 0.0f || has_nan) {
+    if (largest == -INFINITY) return;
+    // As integers, floats of one sign are ordered; a positive NaN is above all others. A NaN logit
+    // must not look like a healthy head.
+    const float value =
+        isnan(largest) ? __int_as_float(0x7fc00000) : largest * params.softmax_scale;
+    if (!(value < 0.0f)) {
       atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
     } else {
       atomicMin(reinterpret_cast<unsigned*>(destination), __float_as_uint(value));

@@ -56,13 +56,26 @@ __device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t phase) {
       : "memory");
 }
 
-// --- Named barriers ---
-
-__device__ __forceinline__ void NamedSync(int id, int num_threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+// Whether the phase is over now, or after a short while.
+__device__ __forceinline__ bool IsDone(uint64_t* barrier, uint32_t phase) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(SharedAddress(barrier)), "r"(phase)
+      : "memory");
+  return done;
 }
-__device__ __forceinline__ void NamedArrive(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+
+// --- Kernels that start before the one they depend on has ended ---
+
+// Until all that the previous kernel wrote can be read.
+__device__ __forceinline__ void WaitForPreviousKernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // --- TMA ---

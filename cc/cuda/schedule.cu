@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cc/cuda/schedule.h"
 
 namespace jax_magi::cuda {
@@ -7,47 +9,41 @@ constexpr int kThreads = 1024;
 constexpr int kNumBins = 1024;  // Tiles are sorted by number of blocks; longer ones share a bin.
 static_assert(kThreads == kNumBins, "a thread a bin");
 
-// A shorter segment between two cuts is left together with its neighbour: many tiny documents
-// would each pay for a whole tile.
-constexpr int kShortestSegment = 64;
-
 struct ScheduleArgs {
-  int batch, q_len, k_len, num_heads, num_slices;
-  bool shared_slices;
-  int block_m, block_n;
+  int num_lists;  // Slice lists: one for each batch element, or one for all.
+  int q_len, k_len, num_slices;
+  Tiling tiling;
   const Slice* slices;
 };
 
-// Rows between two cuts, in one element of the batch (or in all, if they share their slices).
+// Rows between two cuts.
 struct Segment {
   int batch, begin, end;
   int first_tile;
 };
 
-__device__ int CeilDiv(int a, int b) { return (a + b - 1) / b; }
-
 // Row of candidate `index` for a cut: 0 for the first, then both ends of each slice. 0 also stands
 // for no cut.
-__device__ int CutRow(const ScheduleArgs& args, int batch, int index) {
+JAX_MAGI_INLINE int CutRow(const Slice* slices, int q_len, int k_len, int index) {
   if (index == 0) return 0;
-  const Slice slice =
-      ClampSlice(args.slices[batch * args.num_slices + (index - 1) / 2], args.q_len, args.k_len);
+  const Slice slice = ClampSlice(slices[(index - 1) / 2], q_len, k_len);
   if (slice.q_begin >= slice.q_end || slice.k_begin >= slice.k_end) return 0;
   const int row = (index - 1) % 2 ? slice.q_end : slice.q_begin;
-  return row < args.q_len ? row : 0;
+  return row < q_len ? row : 0;
 }
 
 // Makes the sorted list of segments: a thread a candidate, so there are at most kThreads of them.
 // Returns their number. `rows` and `kept` are scratch.
-__device__ int MakeSegments(const ScheduleArgs& args, int num_batches, Segment* segments, int* rows,
-                            int* kept) {
+__device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* rows, int* kept) {
   const int per_batch = 2 * args.num_slices + 1;
-  const int num_candidates = num_batches * per_batch;
+  const int num_candidates = args.num_lists * per_batch;
   const int thread = threadIdx.x;
   const int batch = thread / per_batch, index = thread % per_batch;
   const int first = batch * per_batch;  // Of this batch element's candidates.
   const bool is_candidate = thread < num_candidates;
-  if (is_candidate) rows[thread] = CutRow(args, batch, index);
+  if (is_candidate) {
+    rows[thread] = CutRow(args.slices + batch * args.num_slices, args.q_len, args.k_len, index);
+  }
   __syncthreads();
 
   const int row = is_candidate ? rows[thread] : 0;
@@ -75,7 +71,7 @@ __device__ int MakeSegments(const ScheduleArgs& args, int num_batches, Segment* 
   __syncthreads();
   if (is_kept) {
     for (int i = 0; i < rank; ++i) {
-      first_tile += CeilDiv(segments[i].end - segments[i].begin, args.block_m);
+      first_tile += CeilDiv(segments[i].end - segments[i].begin, args.tiling.num_rows);
     }
   }
   __syncthreads();
@@ -84,72 +80,65 @@ __device__ int MakeSegments(const ScheduleArgs& args, int num_batches, Segment* 
   return num_segments;
 }
 
-__device__ void CountBlocks(const ScheduleArgs& args, QueryTile& tile) {
-  const Slice* slices = args.slices + (args.shared_slices ? 0 : tile.batch * args.num_slices);
-  for (int i = 0; i < args.num_slices; ++i) {
-    const Slice slice = ClampSlice(slices[i], args.q_len, args.k_len);
-    const Range rows =
-        Intersect({tile.q_begin, tile.q_begin + tile.num_rows}, {slice.q_begin, slice.q_end});
-    if (rows.begin >= rows.end) continue;
-    const Range keys = TouchedKeys(slice, rows);
-    if (keys.begin >= keys.end) continue;
-    if (tile.num_blocks == 0) tile.slice_begin = i;
-    tile.slice_end = i + 1;
-    tile.num_blocks += CeilDiv(keys.end - keys.begin, args.block_n);
-  }
-}
-
 // Bin 0 holds the heaviest.
 __device__ int BinOf(const QueryTile& tile) {
   return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
 }
 
+__device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logits) {
+  // The attention kernel may come up meanwhile: it waits for this one where it must.
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
+  if (threadIdx.x == 0) counter->next_work = 0;
+}
+
+__global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max_logits) {
+  Reset(counter, max_logits, num_max_logits);
+}
+
 // One block of threads: cuts rows into tiles, then sorts them by counting.
 __global__ void __launch_bounds__(kThreads)
-    ScheduleKernel(ScheduleArgs args, ScheduleHeader* header, QueryTile* unsorted,
-                   float* max_logits) {
+    ScheduleKernel(ScheduleArgs args, WorkCounter* counter, QueryTile* unsorted, float* max_logits,
+                   int num_max_logits) {
   __shared__ int bins[kNumBins], rows[kThreads];
   __shared__ Segment segments[kThreads];
-  QueryTile* sorted = reinterpret_cast<QueryTile*>(header + 1);
-  const int thread = threadIdx.x;
-  for (int i = thread; i < args.batch * args.num_heads; i += kThreads) max_logits[i] = -INFINITY;
+  Reset(counter, max_logits, num_max_logits);
+  TileList* list = reinterpret_cast<TileList*>(counter + 1);
+  const int thread = threadIdx.x, num_rows = args.tiling.num_rows;
 
-  // Too many candidates, and every batch element is one segment.
-  const int num_batches = args.shared_slices ? 1 : args.batch;
-  const bool is_cut = int64_t{num_batches} * (2 * args.num_slices + 1) <= kThreads;
-  int num_segments = 0, tiles_per_batch = CeilDiv(args.q_len, args.block_m);
+  // Too many candidates, and every list is one segment.
+  const bool is_cut = int64_t{args.num_lists} * (2 * args.num_slices + 1) <= kThreads;
+  int num_segments = 0;
+  int num_tiles = args.num_lists * CeilDiv(args.q_len, num_rows);
   if (is_cut) {
-    num_segments = MakeSegments(args, num_batches, segments, rows, bins);
+    num_segments = MakeSegments(args, segments, rows, bins);
     const Segment& last = segments[num_segments - 1];
-    tiles_per_batch = last.first_tile + CeilDiv(last.end - last.begin, args.block_m);
+    num_tiles = last.first_tile + CeilDiv(last.end - last.begin, num_rows);
   }
-  // With segments of several batch elements in the list, it is walked once; else once for each.
-  const int num_walks = is_cut && !args.shared_slices ? 1 : args.batch;
-  const int num_tiles = num_walks * tiles_per_batch;
-  if (thread == 0) {
-    header->next_work = 0;
-    header->num_tiles = num_tiles;
-  }
+  if (thread == 0) list->num_tiles = num_tiles;
   __syncthreads();
   bins[thread] = 0;
   __syncthreads();
 
   for (int i = thread; i < num_tiles; i += kThreads) {
-    const int index = i % tiles_per_batch;
-    Segment segment{0, 0, args.q_len, 0};
+    Segment segment;
     if (is_cut) {
       int low = 0;  // The last segment that begins at or before this tile.
       for (int high = num_segments; high - low > 1;) {
         const int middle = (low + high) / 2;
-        (segments[middle].first_tile <= index ? low : high) = middle;
+        (segments[middle].first_tile <= i ? low : high) = middle;
       }
       segment = segments[low];
+    } else {
+      const int per_list = num_tiles / args.num_lists;
+      segment = {i / per_list, 0, args.q_len, i / per_list * per_list};
     }
     QueryTile tile{};
-    tile.batch = segment.batch + i / tiles_per_batch;
-    tile.q_begin = segment.begin + (index - segment.first_tile) * args.block_m;
-    tile.num_rows = Min(args.block_m, segment.end - tile.q_begin);
-    CountBlocks(args, tile);
+    tile.batch = segment.batch;
+    tile.q_begin = segment.begin + (i - segment.first_tile) * num_rows;
+    tile.num_rows = Min(num_rows, segment.end - tile.q_begin);
+    CountBlocks(args.slices + int64_t{tile.batch} * args.num_slices, args.num_slices, args.q_len,
+                args.k_len, args.tiling.block_n, tile);
     unsorted[i] = tile;
     atomicAdd(&bins[BinOf(tile)], 1);
   }
@@ -167,26 +156,62 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (int i = thread; i < num_tiles; i += kThreads) {
     const QueryTile tile = unsorted[i];
-    sorted[atomicAdd(&bins[BinOf(tile)], 1)] = tile;
+    list->tiles()[atomicAdd(&bins[BinOf(tile)], 1)] = tile;
   }
 }
 
 }  // namespace
 
-cudaError_t MakeSchedule(const AttentionShape& shape, int block_m, int block_n, const Slice* slices,
-                         void* workspace, float* max_logits, cudaStream_t stream) {
-  const ScheduleArgs args{static_cast<int>(shape.batch),
+std::vector<int32_t> MakePlan(const AttentionShape& shape, const Tiling& tiling,
+                              const Slice* slices) {
+  const int q_len = static_cast<int>(shape.q_len), k_len = static_cast<int>(shape.k_len);
+  const int num_slices = static_cast<int>(shape.num_slices);
+  std::vector<int> cuts;
+  for (int i = 0; i <= 2 * num_slices; ++i) cuts.push_back(CutRow(slices, q_len, k_len, i));
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  std::vector<int> kept{0};
+  for (size_t i = 1; i < cuts.size(); ++i) {
+    if (cuts[i] - cuts[i - 1] >= kShortestSegment) kept.push_back(cuts[i]);
+  }
+  kept.push_back(q_len);
+
+  std::vector<QueryTile> tiles;
+  for (size_t i = 0; i + 1 < kept.size(); ++i) {
+    for (int begin = kept[i]; begin < kept[i + 1]; begin += tiling.num_rows) {
+      QueryTile tile{};
+      tile.q_begin = begin;
+      tile.num_rows = Min(tiling.num_rows, kept[i + 1] - begin);
+      CountBlocks(slices, num_slices, q_len, k_len, tiling.block_n, tile);
+      tiles.push_back(tile);
+    }
+  }
+  std::stable_sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
+    return a.num_blocks > b.num_blocks;
+  });
+  std::vector<int32_t> plan(sizeof(TileList) / 4 + tiles.size() * sizeof(QueryTile) / 4);
+  auto* list = reinterpret_cast<TileList*>(plan.data());
+  list->num_tiles = static_cast<int>(tiles.size());
+  std::copy(tiles.begin(), tiles.end(), list->tiles());
+  return plan;
+}
+
+cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                    bool has_plan, void* workspace, float* max_logits, cudaStream_t stream) {
+  auto* counter = static_cast<WorkCounter*>(workspace);
+  const int num_max_logits = static_cast<int>(shape.batch * shape.num_q_heads);
+  if (has_plan) {
+    ResetKernel<<<1, 128, 0, stream>>>(counter, max_logits, num_max_logits);
+    return cudaGetLastError();
+  }
+  const ScheduleArgs args{shape.shared_slices ? 1 : static_cast<int>(shape.batch),
                           static_cast<int>(shape.q_len),
                           static_cast<int>(shape.k_len),
-                          static_cast<int>(shape.num_q_heads),
                           static_cast<int>(shape.num_slices),
-                          shape.shared_slices,
-                          block_m,
-                          block_n,
+                          tiling,
                           slices};
-  auto* header = static_cast<ScheduleHeader*>(workspace);
-  QueryTile* unsorted = reinterpret_cast<QueryTile*>(header + 1) + MaxTiles(shape, block_m);
-  ScheduleKernel<<<1, kThreads, 0, stream>>>(args, header, unsorted, max_logits);
+  QueryTile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
+  ScheduleKernel<<<1, kThreads, 0, stream>>>(args, counter, unsorted, max_logits, num_max_logits);
   return cudaGetLastError();
 }
 

@@ -1,44 +1,95 @@
 // The forward kernel's work list: query tiles, the heaviest first.
+//
+// A traced mask is only known on the device, where one small kernel makes the list before each
+// call. A concrete one gets its list on the host, once, when the call is traced: its "plan".
 
 #ifndef JAX_MAGI_CUDA_SCHEDULE_H_
 #define JAX_MAGI_CUDA_SCHEDULE_H_
 
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "cc/attention.h"
 
 namespace jax_magi::cuda {
 
-// A query tile of one batch element, for all heads.
+// A query tile of one slice list, for all heads.
 struct alignas(32) QueryTile {
-  int32_t batch, q_begin;
-  int32_t num_rows;
+  int32_t batch;  // 0 where the whole batch shares its slices, and so its tiles.
+  int32_t q_begin, num_rows;
   int32_t num_blocks;              // Key tiles that some row sees, over all slices.
   int32_t slice_begin, slice_end;  // All slices that touch the tile lie here.
   int32_t padding[2];
 };
 
-// What the kernels share in the workspace. `tiles` follow.
-struct alignas(32) ScheduleHeader {
-  int32_t next_work;  // Handed out by atomic addition.
+// The tiles follow.
+struct alignas(32) TileList {
   int32_t num_tiles;
-  int32_t padding[6];
+  int32_t padding[7];
+
+  JAX_MAGI_INLINE const QueryTile* tiles() const {
+    return reinterpret_cast<const QueryTile*>(this + 1);
+  }
+  JAX_MAGI_INLINE QueryTile* tiles() { return reinterpret_cast<QueryTile*>(this + 1); }
 };
 
+// What a call needs besides: it stands at the workspace's beginning, before the list of a traced
+// mask.
+struct alignas(32) WorkCounter {
+  int32_t next_work;  // Handed out by atomic addition.
+  int32_t padding[7];
+};
+
+// How a variant of the kernel cuts the score matrix.
+struct Tiling {
+  int num_rows;  // Of a query tile.
+  int block_n;   // Keys of a block.
+};
+
+// A shorter segment between two cuts is left together with its neighbour: many tiny documents
+// would each pay for a whole tile.
+constexpr int kShortestSegment = 64;
+
+JAX_MAGI_INLINE int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+
+// Fills in the tile's blocks and slices. `slices` are those of its batch element.
+JAX_MAGI_INLINE void CountBlocks(const Slice* slices, int num_slices, int q_len, int k_len,
+                                 int block_n, QueryTile& tile) {
+  for (int i = 0; i < num_slices; ++i) {
+    const Slice slice = ClampSlice(slices[i], q_len, k_len);
+    const Range rows =
+        Intersect({tile.q_begin, tile.q_begin + tile.num_rows}, {slice.q_begin, slice.q_end});
+    if (rows.begin >= rows.end) continue;
+    const Range keys = TouchedKeys(slice, rows);
+    if (keys.begin >= keys.end) continue;
+    if (tile.num_blocks == 0) tile.slice_begin = i;
+    tile.slice_end = i + 1;
+    tile.num_blocks += CeilDiv(keys.end - keys.begin, block_n);
+  }
+}
+
 // Tiles are cut where slices begin and end, so that a packed document costs what it would alone.
-inline int64_t MaxTiles(const AttentionShape& shape, int block_m) {
-  return shape.batch * ((shape.q_len + block_m - 1) / block_m + 2 * shape.num_slices);
+inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
+  return (shape.shared_slices ? 1 : shape.batch) *
+         ((shape.q_len + tiling.num_rows - 1) / tiling.num_rows + 2 * shape.num_slices);
 }
 
-// Bytes of workspace for up to `num_tiles` query tiles: the header, the list, and the list
-// unsorted.
-inline int64_t ScheduleBytes(int64_t num_tiles) {
-  return sizeof(ScheduleHeader) + 2 * num_tiles * sizeof(QueryTile);
+// Bytes of workspace. Without a plan it holds the list twice: sorted and not.
+inline int64_t ScheduleBytes(const AttentionShape& shape, const Tiling& tiling, bool has_plan) {
+  const int64_t list = sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(QueryTile);
+  return sizeof(WorkCounter) + (has_plan ? 0 : list);
 }
 
-// Fills the workspace, and max_logits with -inf.
-cudaError_t MakeSchedule(const AttentionShape& shape, int block_m, int block_n, const Slice* slices,
-                         void* workspace, float* max_logits, cudaStream_t stream);
+// The list as words of a TileList, for slices that the whole batch shares.
+std::vector<int32_t> MakePlan(const AttentionShape& shape, const Tiling& tiling,
+                              const Slice* slices);
+
+// Prepares a call on the stream: resets the counter, fills max_logits with -inf and, without a
+// plan, makes the list in the workspace. The kernel after it may start at once, and must wait for
+// it with griddepcontrol.wait.
+cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                    bool has_plan, void* workspace, float* max_logits, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

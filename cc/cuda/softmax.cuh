@@ -34,9 +34,15 @@ __device__ __forceinline__ float Tanh(float x) {
   return 1.0f - 2.0f * Reciprocal(Exp2(2.0f * kLog2E * x) + 1.0f);
 }
 
+__device__ __forceinline__ float MaxOrNan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
 __device__ __forceinline__ float QuadMax(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+  x = MaxOrNan(x, __shfl_xor_sync(~0u, x, 1));
+  return MaxOrNan(x, __shfl_xor_sync(~0u, x, 2));
 }
 
 __device__ __forceinline__ float QuadSum(float x) {
@@ -59,13 +65,14 @@ __device__ __forceinline__ uint32_t PackPair<cutlass::half_t>(float a, float b) 
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Sets scores that the slice hides to -inf. `row` is the thread's first row, `key` the tile's first
+// Sets scores that the slice hides to -inf. `rows` are the thread's rows, `key` the tile's first
 // key plus the thread's first column.
 template <int kCount>
-__device__ __forceinline__ void HideScores(const Slice& slice, int row, int key,
+__device__ __forceinline__ void HideScores(const Slice& slice, const int (&rows)[2], int key,
                                            float (&scores)[kCount]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r, row += 8) {
+  for (int r = 0; r < 2; ++r) {
+    const int row = rows[r];
     const bool in_slice = slice.q_begin <= row && row < slice.q_end;
     const Range keys = in_slice ? VisibleKeys(slice, row) : Range{0, 0};
     const int begin = keys.begin - key;
@@ -88,69 +95,74 @@ struct SoftmaxScale {
   float inverse_cap;  // softmax_scale / softcap, if there is a cap.
 };
 
+// A row's softmax so far. Exponents are taken relative to a reference that is the row's maximum at
+// some time before: as long as no score is far above it, nothing needs to be rescaled.
 struct RowState {
-  float max[2];        // Of scores as they are exponentiated (capped, if there is a cap).
-  float max_logit[2];  // Of scores before the cap; not kept without one.
+  float reference[2];  // An exponent; the same in the threads that share the row.
+  float max[2];        // Of scores before any cap, over this thread's columns, until the end.
   float sum[2];        // This thread's columns only, until the end.
 };
 
-template <int kCount>
-__device__ __forceinline__ void RowMax(const float (&scores)[kCount], float (&max)[2]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    max[r] = fmaxf(scores[2 * r], scores[2 * r + 1]);
-#pragma unroll
-    for (int i = 1; i < kCount / 4; ++i) {
-      max[r] = fmaxf(max[r], fmaxf(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]));
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) max[r] = QuadMax(max[r]);
-}
+// The reference of a row that has seen nothing: finite, or -inf - -inf would make NaN.
+constexpr float kNoReference = -3e38f;
 
-// Caps scores, and keeps the largest there was.
-template <int kCount>
-__device__ __forceinline__ void CapScores(const SoftmaxScale& scale, RowState& state,
-                                          float (&scores)[kCount]) {
-  float max[2];
-  RowMax(scores, max);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) state.max_logit[r] = fmaxf(state.max_logit[r], max[r]);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (scores[i] != -INFINITY) scores[i] = Tanh(scores[i] * scale.inverse_cap);
-  }
-}
+// Probabilities reach up to 2^kSlack before the reference moves: far from any overflow, in fp16
+// too.
+constexpr float kSlack = 8.0f;
 
-// Turns scores into probabilities under the running maximum. `correction` is what sums so far must
-// be multiplied by.
-template <bool kHasSoftcap, int kCount>
-__device__ __forceinline__ void OnlineSoftmax(const SoftmaxScale& scale, RowState& state,
-                                              float (&scores)[kCount], float (&correction)[2]) {
-  if constexpr (kHasSoftcap) CapScores(scale, state, scores);
-  float max[2], reference[2];
-  RowMax(scores, max);
+// Over this thread's columns. NaN where a score is.
+template <int kCount>
+__device__ __forceinline__ void ThreadMax(const float (&scores)[kCount], float (&max)[2]) {
+  constexpr int kChains = 4;  // FMNMX takes its time: several at once.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float old_max = state.max[r];
-    state.max[r] = fmaxf(old_max, max[r]);
-    // A row that has seen nothing: subtract 0, or -inf - -inf would make NaN.
-    reference[r] = state.max[r] == -INFINITY ? 0.0f : state.max[r] * scale.log2;
-    correction[r] = Exp2(old_max * scale.log2 - reference[r]);
-    state.sum[r] *= correction[r];
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
+    float partial[kChains];
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
+      const float pair = MaxOrNan(scores[4 * i + 2 * r], scores[4 * i + 2 * r + 1]);
+      partial[i % kChains] = i < kChains ? pair : MaxOrNan(partial[i % kChains], pair);
+    }
+    static_assert(kCount / 4 >= kChains, "all chains are used");
+    max[r] = MaxOrNan(MaxOrNan(partial[0], partial[1]), MaxOrNan(partial[2], partial[3]));
+  }
+}
+
+// Turns scores into probabilities relative to the reference. Returns whether that has moved, in
+// some row of the warp: then sums so far must be multiplied by `correction`.
+template <bool kHasSoftcap, int kCount>
+__device__ __forceinline__ bool OnlineSoftmax(const SoftmaxScale& scale, RowState& state,
+                                              float (&scores)[kCount], float (&correction)[2]) {
+  float max[2];
+  ThreadMax(scores, max);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& s = scores[4 * i + 2 * r + e];
-        s = Exp2(s * scale.log2 - reference[r]);
-        state.sum[r] += s;
-      }
+  for (int r = 0; r < 2; ++r) state.max[r] = MaxOrNan(state.max[r], max[r]);
+  if constexpr (kHasSoftcap) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (scores[i] != -INFINITY) scores[i] = Tanh(scores[i] * scale.inverse_cap);
+    }
+    ThreadMax(scores, max);
+  }
+  bool is_far = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) is_far |= !(max[r] * scale.log2 - state.reference[r] <= kSlack);
+  const bool has_moved = __any_sync(~0u, is_far);
+  if (has_moved) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float old = state.reference[r];
+      state.reference[r] = MaxOrNan(old, QuadMax(max[r]) * scale.log2);
+      correction[r] = Exp2(old - state.reference[r]);
+      state.sum[r] *= correction[r];
     }
   }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int r = i / 2 % 2;
+    scores[i] = Exp2(scores[i] * scale.log2 - state.reference[r]);
+    state.sum[r] += scores[i];
+  }
+  return has_moved;
 }
 
 // Packs probabilities as wgmma's register operand.

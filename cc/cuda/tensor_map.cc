@@ -5,7 +5,7 @@
 namespace jax_magi::cuda {
 
 Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t length, int64_t heads,
-                     int64_t dim, int box_rows, CUtensorMap* map) {
+                     int64_t dim, int box_rows, int box_heads, CUtensorMap* map) {
   // Asked for at run time: linking the driver would keep the library from loading without one.
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -21,7 +21,8 @@ Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t lengt
                                static_cast<cuuint64_t>(std::max<int64_t>(batch, 1))};
   const cuuint64_t row_bytes = 2 * sizes[0];
   const cuuint64_t strides[3] = {row_bytes, row_bytes * sizes[1], row_bytes * sizes[1] * sizes[2]};
-  const cuuint32_t box[4] = {64, 1, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_heads),
+                             static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
       map,

@@ -18,6 +18,7 @@ auto ForwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // v
       .template Arg<ffi::AnyBuffer>()  // slices
       .template Arg<ffi::AnyBuffer>()  // sink
+      .template Arg<ffi::AnyBuffer>()  // plan: what the device's kernel asked for at trace time
       .template Ret<ffi::AnyBuffer>()  // out
       .template Ret<ffi::AnyBuffer>()  // lse
       .template Ret<ffi::AnyBuffer>()  // max_logits

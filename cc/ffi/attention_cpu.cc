@@ -85,8 +85,9 @@ ffi::Error Finish(const char* context, bool done) {
 }
 
 ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::Result<ffi::AnyBuffer> out,
-                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
+                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer /*plan*/,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
+                   ffi::Result<ffi::AnyBuffer> max_logits,
                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
                    int32_t /*sm_margin*/) {
   ForwardArgs args;
