@@ -53,6 +53,13 @@ JAX_MAGI_INLINE Slice ClampSlice(const Slice& s, int32_t q_len, int32_t k_len) {
           Clamp(s.lo, -kUnbounded, kUnbounded), Clamp(s.hi, -kUnbounded, kUnbounded)};
 }
 
+// The same pairs with queries and keys exchanged.
+JAX_MAGI_INLINE Slice Transpose(const Slice& s) {
+  const int32_t lo = Clamp(s.lo, -kUnbounded, kUnbounded);
+  const int32_t hi = Clamp(s.hi, -kUnbounded, kUnbounded);
+  return {s.k_begin, s.k_end, s.q_begin, s.q_end, -hi, -lo};
+}
+
 // Keys that `row` sees. The row must lie in the slice.
 JAX_MAGI_INLINE Range VisibleKeys(const Slice& s, int32_t row) {
   return {Max(s.k_begin, row + s.lo), Min(s.k_end - 1, row + s.hi) + 1};

@@ -1,23 +1,16 @@
 _Shape = tuple[int, ...]
 
 def handlers() -> dict[str, object]: ...
-def forward_workspace(
+def needs(
   q: _Shape,
   k: _Shape,
   value_dim: int,
   slices: _Shape,
   is_bf16: bool,
   has_softcap: bool,
-  has_plan: bool,
+  is_backward: bool,
+  deterministic: bool,
+  values: bytes | None,
   /,
-) -> int: ...
-def forward_plan(
-  q: _Shape,
-  k: _Shape,
-  value_dim: int,
-  slices: _Shape,
-  is_bf16: bool,
-  has_softcap: bool,
-  values: bytes,
-  /,
-) -> bytes: ...
+) -> tuple[int, int, bytes]:
+  """Bytes of workspace, parts in which dk and dv come, and the plan of a call with these slices."""

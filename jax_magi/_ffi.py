@@ -81,22 +81,26 @@ def _call(name: str, operands: tuple[Any, ...], results: Any, **attributes: Any)
   return jax.ffi.ffi_call(name, types)(*operands, **attributes)
 
 
-def forward_plan(q, k, v, slices, *, softcap: float, static_slices: bytes | None) -> np.ndarray:
-  """What the CUDA kernel derives from a mask that is known when the call is traced.
+def make_plan(
+  q, k, v, slices, *, softcap: float, static_slices: bytes | None, is_backward: bool
+) -> np.ndarray:
+  """What a CUDA kernel derives from a mask that is known when the call is traced.
 
   `static_slices` are the values of `slices`, of one list. The plan serves any batch that shares it,
   and any number of kv heads. Without one (empty), the device makes it in each call.
   """
   if static_slices is None or slices.shape[0] != 1:
     return np.zeros(0, np.int32)
-  plan = _cuda.forward_plan(*_describe(q, k, v, slices, softcap), static_slices)
-  return np.frombuffer(plan, np.int32)
+  options: dict[str, Any] = {"softcap": softcap, "is_backward": is_backward}
+  return np.frombuffer(_cuda_needs(q, k, v, slices, **options, values=static_slices)[2], np.int32)
 
 
-def _describe(
-  q, k, v, slices, softcap: float
-) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...], bool, bool]:
-  return q.shape, k.shape, v.shape[-1], slices.shape, q.dtype == jnp.bfloat16, softcap != 0.0
+def _cuda_needs(
+  q, k, v, slices, *, softcap: float, is_backward: bool, values: bytes | None, deterministic=False
+) -> tuple[int, int, bytes]:
+  shapes = (q.shape, k.shape, v.shape[-1], slices.shape)
+  is_bf16 = q.dtype == jnp.bfloat16
+  return _cuda.needs(*shapes, is_bf16, softcap != 0.0, is_backward, deterministic, values)
 
 
 def attention_forward(
@@ -116,7 +120,8 @@ def attention_forward(
   batch, q_len, num_q_heads, _ = q.shape
   num_bytes = 0
   if platform == "cuda":
-    num_bytes = _cuda.forward_workspace(*_describe(q, k, v, slices, softcap), plan.size > 0)
+    options: dict[str, Any] = {"softcap": softcap, "is_backward": False}
+    num_bytes = _cuda_needs(q, k, v, slices, **options, values=None)[0]
   out, lse, max_logits, _ = _call(
     _FORWARD,
     (q, k, v, slices, sink, plan),
@@ -142,7 +147,9 @@ def attention_backward(
   lse,
   delta,
   slices,
+  plan,
   *,
+  platform: str,
   softmax_scale: float,
   softcap: float,
   deterministic: bool,
@@ -150,12 +157,31 @@ def attention_backward(
   dkv_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns dq in float32, dk and dv in `dkv_dtype`."""
-  return _call(
+  num_bytes, num_splits = 0, 1
+  if platform == "cuda":
+    options: dict[str, Any] = {
+      "softcap": softcap,
+      "is_backward": True,
+      "deterministic": deterministic,
+    }
+    num_bytes, num_splits, _ = _cuda_needs(q, k, v, slices, **options, values=None)
+  part_dtype = dkv_dtype if num_splits == 1 else np.float32
+  dq, *parts, _ = _call(
     _BACKWARD,
-    (q, k, v, dout, lse, delta, slices),
-    [(q.shape, np.float32), (k.shape, dkv_dtype), (v.shape, dkv_dtype)],
+    (q, k, v, dout, lse, delta, slices, plan),
+    [
+      (q.shape, np.float32),
+      ((num_splits * k.shape[0], *k.shape[1:]), part_dtype),
+      ((num_splits * v.shape[0], *v.shape[1:]), part_dtype),
+      ((num_bytes,), np.uint8),  # Workspace.
+    ],
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
   )
+  if num_splits > 1:
+    sums = (x.reshape(num_splits, -1, *x.shape[1:]).sum(axis=0) for x in parts)
+    parts = [x.astype(dkv_dtype) for x in sums]
+  dk, dv = parts
+  return dq, dk, dv

@@ -88,26 +88,11 @@ _cache = functools.lru_cache(maxsize=256)
 def _forward(config: AttentionConfig) -> Callable:
   math: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
   native = functools.partial(_ffi.attention_forward, **math, sm_margin=config.sm_margin)
-  # The plan, last, is one for all.
-  dims = ["bqhd", "bkgd", "bkge", "bnc", "bh", "p"], ["bqhe", "bqh", "bh"]
-  on_cpu = keep_batch_and_heads(functools.partial(native, platform="cpu"), *dims)
-  on_cuda = keep_batch_and_heads(
-    functools.partial(_with_padded_dims, functools.partial(native, platform="cuda")), *dims
-  )
-
-  def cpu(*operands):
-    return on_cpu(*operands, np.zeros(0, np.int32))
-
-  def cuda(q, k, v, slices, sink):
-    plan = _ffi.forward_plan(
-      q, k, v, slices, softcap=config.softcap, static_slices=config.static_slices
-    )
-    return on_cuda(q, k, v, slices, sink, plan)
-
+  dims = ["bqhd", "bkgd", "bkge", "bnc", "bh"], ["bqhe", "bqh", "bh"]
   return _fold_batch(
     _by_platform(
       config.implementation,
-      natives={"cpu": cpu, "cuda": cuda},
+      natives=_natives(config, native, dims, slices_index=3, is_backward=False),
       blockwise=functools.partial(_blockwise.attention_forward, **math),
     ),
     slices_index=3,
@@ -116,7 +101,7 @@ def _forward(config: AttentionConfig) -> Callable:
 
 @_cache
 def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
-  math = {
+  math: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
     "dkv_dtype": dkv_dtype,
@@ -131,19 +116,62 @@ def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
   return _fold_batch(
     _by_platform(
       config.implementation,
-      natives={"cpu": keep_batch_and_heads(native, *dims)},
+      natives=_natives(config, native, dims, slices_index=6, is_backward=True),
       blockwise=functools.partial(_blockwise.attention_backward, **math),
     ),
     slices_index=6,
   )
 
 
-def _with_padded_dims(native: Callable, q, k, v, *rest):
+def _natives(
+  config: AttentionConfig,
+  native: Callable,
+  dims: tuple[list[str], list[str]],
+  *,
+  slices_index: int,
+  is_backward: bool,
+) -> dict[str, Callable]:
+  """The native kernels by platform. `dims` name the dimensions of operands and results."""
+  operands, results = dims
+  operands = [*operands, "p"]  # The plan is one for all.
+  on_cpu = keep_batch_and_heads(functools.partial(native, platform="cpu"), operands, results)
+  on_cuda = keep_batch_and_heads(
+    functools.partial(_with_padded_dims, functools.partial(native, platform="cuda"), dims),
+    operands,
+    results,
+  )
+
+  def cpu(*operands):
+    return on_cpu(*operands, np.zeros(0, np.int32))
+
+  def cuda(q, k, v, *rest):
+    is_planned = not (is_backward and config.deterministic)
+    plan = _ffi.make_plan(
+      q,
+      k,
+      v,
+      (q, k, v, *rest)[slices_index],
+      softcap=config.softcap,
+      static_slices=config.static_slices if is_planned else None,
+      is_backward=is_backward,
+    )
+    return on_cuda(q, k, v, *rest, plan)
+
+  return {"cpu": cpu, "cuda": cuda}
+
+
+def _with_padded_dims(native: Callable, dims: tuple[list[str], list[str]], *operands):
   """For kernels that read rows in units of 16 bytes: pads head dims to multiples of 8."""
-  value_dim = v.shape[-1]
-  q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[-1] % 8)]) for x in (q, k, v))
-  out, *statistics = native(q, k, v, *rest)
-  return out[..., :value_dim], *statistics
+  sizes = {"d": operands[0].shape[-1], "e": operands[2].shape[-1]}
+  *named, plan = operands
+  padded = [
+    jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 8)]) if letters[-1] in sizes else x
+    for letters, x in zip(dims[0], named, strict=True)
+  ]
+  return [
+    x[..., : sizes[letters[-1]]] if letters[-1] in sizes else x
+    for letters, x in zip(dims[1], native(*padded, plan), strict=True)
+  ]
 
 
 def _by_platform(

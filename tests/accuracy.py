@@ -112,12 +112,22 @@ def _ours_forward(operands, mask, options):
 
 
 def check_attention(
-  inputs: Inputs, mask: jax_magi.AttentionMask, implementation, *, forward_only=False, **options
+  inputs: Inputs,
+  mask: jax_magi.AttentionMask,
+  implementation,
+  *,
+  forward_only=False,
+  deterministic=False,
+  **options,
 ):
   """Runs ours, forward and backward, and holds every result to the rule."""
   dense_mask = mask.to_dense()
   fixed = tuple(sorted(options.items()))
-  ours_options = (*fixed, ("implementation", implementation))
+  ours_options = (
+    *fixed,
+    ("implementation", implementation),
+    ("deterministic", deterministic),
+  )
   if forward_only:
     ours = _ours_forward(inputs.operands, mask, ours_options)
   else:

@@ -1,4 +1,4 @@
-"""The Hopper kernels: named cases and random masks, on a GPU."""
+"""The Hopper kernels: named cases and random masks, forward and backward, on a GPU."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jax_magi
-from jax_magi import AttentionMask
+from jax_magi import AttentionMask, _ops
 from tests.accuracy import DTYPES, check_attention, make_inputs
 from tests.cases import CASES
 from tests.test_random_masks import masks
@@ -22,9 +22,14 @@ _DTYPES = ["bf16", "f16"]
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_forward(case, dtype):
-  inputs = case.make_inputs(dtype)
-  check_attention(inputs, case.mask, "cuda", forward_only=True, **case.options)
+def test_case(case, dtype):
+  check_attention(case.make_inputs(dtype), case.mask, "cuda", **case.options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case_deterministic(case):
+  inputs = case.make_inputs("bf16")
+  check_attention(inputs, case.mask, "cuda", deterministic=True, **case.options)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -34,7 +39,7 @@ def test_forward(case, dtype):
 def test_random_mask(dtype, head_dim, mask, seed, sink):
   shape = (mask.q_len, mask.k_len, 4, 2, head_dim, head_dim)
   inputs = make_inputs(np.random.default_rng(seed), DTYPES[dtype], *shape, 0 if sink else None)
-  check_attention(inputs, mask, "cuda", forward_only=True)
+  check_attention(inputs, mask, "cuda")
 
 
 def _arrays(*shapes):
@@ -42,9 +47,41 @@ def _arrays(*shapes):
   return [jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes]
 
 
-def test_gradients():
-  case = next(case for case in CASES if case.name == "packed_documents")
-  check_attention(case.make_inputs("bf16"), case.mask, None, **case.options)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_are_equal_bit_for_bit(head_dim):
+  shapes = [(2500, 6, head_dim), (2500, 2, head_dim), (2500, 2, head_dim), (2500, 6, head_dim)]
+  q, k, v, dout = _arrays(*shapes)
+  mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 2500], causal=True)
+
+  @jax.jit
+  def gradients(q, k, v, dout):
+    options = {"implementation": "cuda", "deterministic": True}
+    return jax.vjp(lambda *x: jax_magi.attention(*x, mask, **options)[0], q, k, v)[1](dout)
+
+  first = gradients(q, k, v, dout)
+  for _ in range(10):
+    jax.tree.map(np.testing.assert_array_equal, gradients(q, k, v, dout), first)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_float32_gradients_of_keys_and_values(deterministic):
+  """What callers that go on summing ask for: rounded once, it is what others get."""
+  arrays = _arrays((1, 600, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), (1, 600, 8, 128))
+  q, k, v, dout = arrays
+  slices = AttentionMask.causal(600).slices[None]
+  config = _ops.AttentionConfig(0.1, 0.0, deterministic, 0, "cuda")
+  sink = jnp.full((1, 8), -jnp.inf)
+  out, lse, _ = jax.jit(_ops._forward(config))(q, k, v, slices, sink)
+  delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1)
+  statistics = (x.transpose(0, 2, 1) for x in (lse, delta))
+  operands = (q, k, v, dout, *statistics, slices)
+  for float_grad, grad in zip(
+    jax.jit(_ops._backward(config, np.float32))(*operands)[1:],
+    jax.jit(_ops._backward(config, jnp.bfloat16))(*operands)[1:],
+    strict=True,
+  ):
+    assert float_grad.dtype == np.float32 and grad.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(float_grad.astype(jnp.bfloat16), grad)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -67,7 +104,7 @@ def test_short_queries_with_packed_heads(q_len, group):
   shape = (q_len, 300, 2 * group, 2, 128, 128)
   inputs = make_inputs(rng, DTYPES["bf16"], *shape, 0)
   mask = AttentionMask.causal(q_len, 300)
-  check_attention(inputs, mask, "cuda", forward_only=True)
+  check_attention(inputs, mask, "cuda")
 
 
 def test_short_queries_in_a_batch():
@@ -91,10 +128,19 @@ def test_batch(is_mask_shared):
     return out, meta.lse, meta.max_logits
 
   mapped = slices[0] if is_mask_shared else slices
+
+  def gradients(q, k, v, slices):
+    return jax.grad(lambda *x: fun(*x, slices)[0].astype(np.float32).sum(), (0, 1, 2))(q, k, v)
+
   got = jax.vmap(fun, (0, 0, 0, None if is_mask_shared else 0))(q, k, v, mapped)
   for i in range(5):
     expected = fun(q[i], k[i], v[i], slices[i])
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], got), expected)
+  got = jax.vmap(gradients, (0, 0, 0, None if is_mask_shared else 0))(q, k, v, mapped)
+  for i in range(5):
+    expected = gradients(q[i], k[i], v[i], slices[i])
+    for x, y in zip(got, expected, strict=True):  # dq is added up in any order.
+      np.testing.assert_allclose(np.float32(x[i]), np.float32(y), rtol=0.02, atol=1e-2)
 
 
 def test_runs_are_equal_bit_for_bit():
@@ -130,6 +176,24 @@ def test_many_work_tiles_and_large_offsets():
     expected, expected_meta = fun(q[part], k[part], v[part], AttentionMask.causal(512))
     np.testing.assert_array_equal(out[part], expected)
     np.testing.assert_array_equal(meta.lse[part], expected_meta.lse)
+  del out, meta
+  _check_large_gradients(q, k, v, mask, bounds)
+
+
+def _check_large_gradients(q, k, v, mask, bounds):
+  @jax.jit
+  def gradients(q, k, v, mask):
+    def fun(*x):
+      return jax_magi.attention(*x, mask, implementation="cuda")[0].astype(np.float32).sum()
+
+    return jax.grad(fun, (0, 1, 2))(q, k, v)
+
+  got = gradients(q, k, v, mask)
+  for i in (0, len(bounds) // 2, len(bounds) - 2):
+    part = slice(bounds[i], bounds[i + 1])
+    expected = gradients(q[part], k[part], v[part], AttentionMask.causal(512))
+    for x, y in zip(got, expected, strict=True):
+      np.testing.assert_allclose(np.float32(x[part]), np.float32(y), rtol=0.02, atol=1e-2)
 
 
 def test_runs_inside_a_command_buffer():

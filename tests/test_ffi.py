@@ -42,11 +42,13 @@ def _backward(change):
     "lse": ((2, 4, 8), _F32),
     "delta": ((2, 4, 8), _F32),
     "slices": ((1, 3, 6), np.int32),
+    "plan": ((0,), np.int32),
   }
   results = {
     "dq": ((2, 8, 4, 16), _F32),
     "dk": ((2, 8, 2, 16), _F32),
     "dv": ((2, 8, 2, 16), _F32),
+    "workspace": ((0,), np.uint8),
   }
   attributes = {
     "softmax_scale": _F32(1),
@@ -131,8 +133,9 @@ def test_float32_gradients_of_16_bit_keys():
   lse = np.zeros((1, 2, 8), _F32)
   slices = np.array([[[0, 8, 0, 8, -(2**30), 2**30]]], np.int32)
   options = {"softmax_scale": 0.1, "softcap": 0.0, "deterministic": False, "sm_margin": 0}
+  operands = (q, k, v, dout, lse, lse, slices, np.zeros(0, np.int32))
   wide, narrow = (
-    _ffi.attention_backward(q, k, v, dout, lse, lse, slices, dkv_dtype=dtype, **options)
+    _ffi.attention_backward(*operands, platform="cpu", dkv_dtype=dtype, **options)
     for dtype in (_F32, q.dtype)
   )
   for a, b in zip(wide[1:], narrow[1:], strict=True):

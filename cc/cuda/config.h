@@ -1,4 +1,4 @@
-// Tile sizes of the Hopper forward kernel, one specialisation per pair of head dims.
+// Tile sizes of the Hopper kernels, one specialisation per pair of head dims.
 
 #ifndef JAX_MAGI_CUDA_CONFIG_H_
 #define JAX_MAGI_CUDA_CONFIG_H_
@@ -55,6 +55,49 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_> {
 
   static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "a swizzled panel is 64 wide");
   static_assert(Tile::kBlockN % 16 == 0 && Tile::kBlockN <= 256, "wgmma's N, and TMA's box");
+};
+
+// What the backward kernel computes: everything at once, or the same bit for bit in two runs.
+enum class BackwardPart { kAll, kKeysValues, kQueries };
+
+// Two consumer warpgroups, each with the gradients of 64 rows in registers: (kHeadDim + kValueDim)
+// / 2 of them a thread; beyond 128 dims, they hold half the dims each of the same 64 rows. A
+// block's scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
+template <int kHeadDim, bool kHasSoftcap>
+struct BackwardTile;
+template <bool kHasSoftcap>
+struct BackwardTile<64, kHasSoftcap> {
+  static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
+  static constexpr int kXStages = 2, kYStages = 2;
+};
+template <bool kHasSoftcap>
+struct BackwardTile<128, kHasSoftcap> {
+  static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 48 : 64;
+  static constexpr int kXStages = 2, kYStages = 2;
+};
+template <bool kHasSoftcap>
+struct BackwardTile<256, kHasSoftcap> {
+  static constexpr int kDimGroups = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
+  static constexpr int kXStages = 2, kYStages = 2;
+};
+
+template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart>
+struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_> {
+  using Element = Element_;
+  using Tile = BackwardTile<kHeadDim_, kHasSoftcap_>;
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
+  static constexpr bool kHasSoftcap = kHasSoftcap_;
+  static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
+  static constexpr bool kHasDq = kPart == BackwardPart::kAll;
+  static constexpr int kBlockRows = 128 / Tile::kDimGroups;
+  // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
+  // queries.
+  static constexpr bool kSplitQueries = kHeadDim == 64;
+  static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / 128;
+  static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
+  static constexpr int kNumThreads = 3 * kWarpgroup;
+  static constexpr int kProducerRegisters = kHeadDim == 128 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kHeadDim == 128 ? 240 : 232;
 };
 
 }  // namespace jax_magi::cuda

@@ -12,43 +12,28 @@
 #include "cc/attention.h"
 #include "cc/cuda/config.h"
 #include "cc/cuda/hopper.cuh"
-#include "cc/cuda/schedule.h"
+#include "cc/cuda/pipeline.cuh"
 #include "cc/cuda/softmax.cuh"
+#include "cc/cuda/store.cuh"
 
 namespace jax_magi::cuda {
 
 struct ForwardParams {
   CUtensorMap q_map, k_map, v_map;
-  int q_len, k_len, num_q_heads, num_kv_heads, value_dim;
-  int num_slices;
-  // With shared slices, the list's tiles serve this many batch elements; else it names them itself.
-  int num_repeats;
+  WorkParams work;
+  int q_len, num_q_heads, group, value_dim;
   // A tile holds 2^log2_pack query heads of one kv head: its row i is row i >> log2_pack of head
   // i % 2^log2_pack.
-  int log2_pack;
-  int packs_per_kv_head;
-  int packs_per_section;  // Worked on at once, so that their keys stay in L2.
-  bool has_plan;
+  int log2_pack, packs_per_kv_head;
   float softmax_scale, softcap;
-  const Slice* slices;
   const float* sink;
-  const TileList* list;
-  WorkCounter* counter;
   void* out;
   float *lse, *max_logits;
 };
 
-// One key tile, as the producer hands it on.
-struct alignas(16) BlockInfo {
-  Slice slice;
-  int32_t k_begin;
-  int32_t flags;
-};
-enum BlockFlag { kMasked = 1, kLast = 2 };
-
 // One query tile of one head, or of several packed. num_blocks < 0: no more work.
 struct alignas(16) TileInfo {
-  int32_t batch, head, num_heads, q_begin, num_rows, num_blocks;
+  int32_t batch, head, num_heads, begin, num_rows, num_blocks;
 };
 
 template <typename Config>
@@ -61,22 +46,10 @@ struct ForwardShared {
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];
   TileInfo tile[kQStages];
+  WorkItem item;  // The producer's own.
   // full: the producer's arrival and its bytes. empty: one thread of every consumer warp.
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
-};
-
-// Position in a ring of stages. The phase flips at each turn of the ring.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void Advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
 };
 
 // --- Producer: one warp ---
@@ -92,19 +65,7 @@ struct Producer {
   RingPosition<Config::kQStages> q_ring;
 
   __device__ __forceinline__ void Run() {
-    // The list of a traced mask is not there yet.
-    if (!params.has_plan) WaitForPreviousKernel();
-    const int num_work = params.list->num_tiles * params.num_repeats * params.num_kv_heads *
-                         params.packs_per_kv_head;
-    int work = blockIdx.x;
-    while (work < num_work) {
-      // Asked for early: the answer takes a trip to memory.
-      int next_work = 0;
-      WaitForPreviousKernel();  // It resets the counter.
-      if (lane == 0) next_work = gridDim.x + atomicAdd(&params.counter->next_work, 1);
-      LoadTile(work);
-      work = __shfl_sync(~0u, next_work, 0);
-    }
+    ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
       shared.tile[q_ring.stage].num_blocks = -1;
@@ -112,101 +73,71 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void LoadTile(int work) {
-    // Sections one after the other; in each, packs of heads side by side.
-    const int per_section = params.list->num_tiles * params.num_repeats * params.packs_per_section;
-    const int in_section = work % per_section;
-    const int pack =
-        work / per_section * params.packs_per_section + in_section % params.packs_per_section;
-    const int index = in_section / params.packs_per_section;
-    QueryTile tile = params.list->tiles()[index / params.num_repeats];
-    tile.batch += index % params.num_repeats;
-    const int kv_head = pack / params.packs_per_kv_head;
-    const int group = params.num_q_heads / params.num_kv_heads;
-    const int in_group = (pack % params.packs_per_kv_head) << params.log2_pack;
-    const int head = kv_head * group + in_group;
-
+  __device__ __forceinline__ void LoadTile() {
     const int stage = q_ring.stage;
     Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
     q_ring.Advance();
     if (lane == 0) {
-      const int num_heads = Min(1 << params.log2_pack, group - in_group);
-      shared.tile[stage] = {tile.batch,   head,          num_heads,
-                            tile.q_begin, tile.num_rows, tile.num_blocks};
+      const Tile& tile = shared.item.tile;
+      const int in_group = (shared.item.pack % params.packs_per_kv_head) << params.log2_pack;
+      const int head = KvHead() * params.group + in_group;
+      const int num_heads = Min(1 << params.log2_pack, params.group - in_group);
+      shared.tile[stage] = {tile.batch, head,          num_heads,
+                            tile.begin, tile.num_rows, tile.num_blocks};
       if (tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
           LoadBox(&params.q_map, &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM, d,
-                  head, tile.q_begin, tile.batch);
+                  head, tile.begin, tile.batch);
         }
       } else {
         Arrive(&shared.q_full[stage]);
       }
     }
-    LoadBlocks(tile, kv_head);
+    LoadBlocks();
   }
 
-  // Lanes look at 32 slices at once; hits are worked off one by one.
-  __device__ __forceinline__ void LoadBlocks(const QueryTile& tile, int kv_head) {
-    const Slice* slices =
-        params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
-    const Range tile_rows{tile.q_begin, tile.q_begin + tile.num_rows};
+  __device__ __forceinline__ int KvHead() const {
+    return shared.item.pack / params.packs_per_kv_head;
+  }
+
+  __device__ __forceinline__ void LoadBlocks() {
+    const Tile& tile = shared.item.tile;
     int remaining = tile.num_blocks;
     int v_row = 0;  // v follows k by one block: scores come first.
-    for (int first = tile.slice_begin; first < tile.slice_end; first += 32) {
-      Slice slice{};
-      Range touched{0, 0}, clean{0, 0};
-      if (first + lane < tile.slice_end) {
-        slice = ClampSlice(slices[first + lane], params.q_len, params.k_len);
-        const Range rows = Intersect(tile_rows, {slice.q_begin, slice.q_end});
-        if (rows.begin < rows.end) {
-          touched = TouchedKeys(slice, rows);
-          // A tile that reaches past the slice is never clean.
-          if (rows.begin == tile_rows.begin && rows.end == tile_rows.end) {
-            clean = CleanKeys(slice, rows);
-          }
-        }
+    ForEachSlice</*kByKeys=*/false>(params.work, tile, lane, [&](int slice, Range keys) {
+      // From right to left, so that under a causal mask the diagonal comes first.
+      for (; keys.begin < keys.end; keys.end -= Config::kBlockN) {
+        const bool is_first = remaining == tile.num_blocks;
+        --remaining;
+        LoadKeys(slice, keys.end - Config::kBlockN, remaining == 0);
+        if (!is_first) LoadValues(v_row);
+        v_row = keys.end - Config::kBlockN;
       }
-      for (unsigned hits = __ballot_sync(~0u, touched.begin < touched.end); hits;
-           hits &= hits - 1) {
-        const int owner = __ffs(hits) - 1;
-        const int keys_begin = __shfl_sync(~0u, touched.begin, owner);
-        // From right to left, so that under a causal mask the diagonal comes first.
-        for (int end = __shfl_sync(~0u, touched.end, owner); end > keys_begin;
-             end -= Config::kBlockN) {
-          const int k_begin = end - Config::kBlockN;
-          const bool is_first = remaining == tile.num_blocks;
-          --remaining;
-          // The lane that owns the slice hands it on.
-          const bool is_clean = clean.begin <= k_begin && end <= clean.end;
-          const int flags = (is_clean ? 0 : kMasked) | (remaining == 0 ? kLast : 0);
-          LoadKeys(lane == owner, {slice, k_begin, flags}, kv_head, tile.batch);
-          if (!is_first) LoadValues(v_row, kv_head, tile.batch);
-          v_row = k_begin;
-        }
-      }
-    }
-    if (tile.num_blocks > 0) LoadValues(v_row, kv_head, tile.batch);
+    });
+    if (tile.num_blocks > 0) LoadValues(v_row);
   }
 
-  __device__ __forceinline__ void LoadKeys(bool is_issuer, const BlockInfo& info, int kv_head,
-                                           int batch) {
+  __device__ __forceinline__ void LoadKeys(int slice_index, int begin, bool is_last) {
     const int stage = k_ring.stage;
     Wait(&shared.k_empty[stage], k_ring.phase ^ 1);
-    if (is_issuer) {
-      shared.block[stage] = info;
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      const Slice slice = LoadTileSlice</*kByKeys=*/false>(params.work, tile, slice_index);
+      const bool is_clean = IsClean(slice, tile, begin, Config::kBlockN);
+      shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
 #pragma unroll
       for (int d = 0; d < Config::kHeadDim; d += 64) {
         LoadBox(&params.k_map, &shared.k_full[stage], shared.k[stage] + d * Config::kBlockN, d,
-                kv_head, info.k_begin, batch);
+                KvHead(), begin, tile.batch);
       }
     }
     k_ring.Advance();
   }
 
-  __device__ __forceinline__ void LoadValues(int row, int kv_head, int batch) {
+  __device__ __forceinline__ void LoadValues(int row) {
     const int stage = v_ring.stage;
     Wait(&shared.v_empty[stage], v_ring.phase ^ 1);
     if (lane == 0) {
@@ -214,7 +145,7 @@ struct Producer {
 #pragma unroll
       for (int d = 0; d < Config::kValueDim; d += 64) {
         LoadBox(&params.v_map, &shared.v_full[stage], shared.v[stage] + d * Config::kBlockN, d,
-                kv_head, row, batch);
+                KvHead(), row, shared.item.tile.batch);
       }
     }
     v_ring.Advance();
@@ -349,9 +280,9 @@ struct Consumer {
     FenceRegisters(scores);
     if (flags & kMasked) {
       const BlockInfo& info = shared.block[k_ring.stage];
-      const int rows[2] = {tile.q_begin + (PackedRow(0) >> params.log2_pack),
-                           tile.q_begin + (PackedRow(1) >> params.log2_pack)};
-      HideScores(info.slice, rows, info.k_begin + 2 * (thread % 4), scores);
+      const int rows[2] = {tile.begin + (PackedRow(0) >> params.log2_pack),
+                           tile.begin + (PackedRow(1) >> params.log2_pack)};
+      HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
     Release(&shared.k_empty[k_ring.stage]);
     k_ring.Advance();
@@ -382,7 +313,7 @@ struct Consumer {
       is_own[r] = row < tile.num_rows && in_pack < tile.num_heads;
       const int head = tile.head + (is_own[r] ? in_pack : 0);
       offset[r] =
-          (int64_t{tile.batch} * params.q_len + tile.q_begin + row) * params.num_q_heads + head;
+          (int64_t{tile.batch} * params.q_len + tile.begin + row) * params.num_q_heads + head;
       const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + head;
       const float sink = kLog2E * params.sink[batch_head];
       const float sum = QuadSum(state.sum[r]);
@@ -408,7 +339,10 @@ struct Consumer {
       const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
       if (thread % 32 == 0) ReportMaxLogit(largest, params.max_logits + batch_head);
     }
-    StoreOut(factor, offset, is_own);
+    Element* out = static_cast<Element*>(params.out);
+    Element* const rows[2] = {out + offset[0] * params.value_dim,
+                              out + offset[1] * params.value_dim};
+    StoreRows<Element, Config::kValueDim>(acc, factor, rows, is_own, params.value_dim, thread);
   }
 
   __device__ __forceinline__ void ReportMaxLogit(float largest, float* destination) {
@@ -421,47 +355,6 @@ struct Consumer {
       atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
     } else {
       atomicMin(reinterpret_cast<unsigned*>(destination), __float_as_uint(value));
-    }
-  }
-
-  // A quad holds 8 columns of a row, 2 a thread. Four such groups are transposed among its threads,
-  // so that each stores 16 bytes.
-  __device__ __forceinline__ void StoreOut(const float (&factor)[2], const int64_t (&offset)[2],
-                                           const bool (&is_own)[2]) {
-    const int t = thread % 4;
-    Element* out = static_cast<Element*>(params.out);
-    const int value_dim = params.value_dim;
-#pragma unroll
-    for (int first = 0; first < Config::kValueDim / 8; first += 4) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = acc + 4 * (first + i) + 2 * r;
-          word[i] = PackPair<Element>(pair[0] * factor[r], pair[1] * factor[r]);
-        }
-        TransposeQuad(word, t);
-        const int column = 8 * (first + t);
-        if (is_own[r] && column < value_dim) {
-          *reinterpret_cast<uint4*>(out + offset[r] * value_dim + column) =
-              make_uint4(word[0], word[1], word[2], word[3]);
-        }
-      }
-    }
-  }
-
-  // word[j] becomes word[t] of thread j of the quad.
-  __device__ __forceinline__ static void TransposeQuad(uint32_t (&word)[4], int t) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t got = __shfl_xor_sync(~0u, t & 1 ? word[i] : word[i + 1], 1);
-      (t & 1 ? word[i] : word[i + 1]) = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t got = __shfl_xor_sync(~0u, t & 2 ? word[i] : word[i + 2], 2);
-      (t & 2 ? word[i] : word[i + 2]) = got;
     }
   }
 };

@@ -3,11 +3,8 @@
 #ifndef JAX_MAGI_CUDA_FORWARD_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_FORWARD_LAUNCH_CUH_
 
-#include <algorithm>
-
-#include "cc/cuda/forward.h"
 #include "cc/cuda/forward_kernel.cuh"
-#include "cc/cuda/tensor_map.h"
+#include "cc/cuda/launch.cuh"
 
 namespace jax_magi::cuda {
 
@@ -33,97 +30,64 @@ int Log2Pack(const AttentionShape& shape) {
 }
 
 template <typename Config>
-Tiling TilingOf(const AttentionShape& shape) {
-  return {Config::kBlockM >> Log2Pack<Config>(shape), Config::kBlockN};
+Tiling ConfigTiling(const AttentionShape& shape) {
+  return {Config::kBlockM >> Log2Pack<Config>(shape), Config::kBlockN, /*by_keys=*/false};
 }
 
 template <typename Config>
-Status LaunchForwardConfig(const ForwardArgs& args, const int32_t* plan, void* workspace,
-                           int sm_margin, cudaStream_t stream) {
+Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
-  if (shape.batch == 0) return {};
-  const Tiling tiling = TilingOf<Config>(shape);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      Prepare(shape, tiling, args.slices, plan != nullptr, workspace, args.max_logits, stream));
+  if (shape.batch == 0 || shape.num_kv_heads == 0) return {};
+  const Tiling tiling = ConfigTiling<Config>(shape);
   const int log2_pack = Log2Pack<Config>(shape), pack = 1 << log2_pack;
+  const int packs_per_kv_head = CeilDiv(static_cast<int>(shape.group()), pack);
+  const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
   ForwardParams params;
-  struct {
-    const void* data;
-    int64_t length, heads, dim;
-    int box_rows, box_heads;
-    CUtensorMap* map;
-  } const tensors[] = {
-      {args.q, shape.q_len, shape.num_q_heads, shape.head_dim, tiling.num_rows, pack,
-       &params.q_map},
-      {args.k, shape.k_len, shape.num_kv_heads, shape.head_dim, Config::kBlockN, 1, &params.k_map},
-      {args.v, shape.k_len, shape.num_kv_heads, shape.value_dim, Config::kBlockN, 1, &params.v_map},
-  };
-  for (const auto& t : tensors) {
-    const Status status =
-        MakeTensorMap(args.dtype, t.data == nullptr ? args.q : t.data, shape.batch, t.length,
-                      t.heads, t.dim, t.box_rows, t.box_heads, t.map);
-    if (status.message != nullptr) return status;
-  }
+  JAX_MAGI_RETURN_IF_BAD(PrepareWork(shape, tiling, args.slices, options, args.max_logits,
+                                     num_packs, PacksPerSection(shape, packs_per_kv_head),
+                                     &params.work));
+  // Without keys, these are described but never read.
+  const void* k = args.k == nullptr ? args.q : args.k;
+  const void* v = args.v == nullptr ? args.q : args.v;
+  JAX_MAGI_RETURN_IF_BAD(
+      MakeTensorMaps(shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads,
+                                    shape.head_dim, tiling.num_rows, pack, &params.q_map},
+                                   {args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
+                                    Config::kBlockN, 1, &params.k_map},
+                                   {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
+                                    Config::kBlockN, 1, &params.v_map}}));
   params.q_len = static_cast<int>(shape.q_len);
-  params.k_len = static_cast<int>(shape.k_len);
   params.num_q_heads = static_cast<int>(shape.num_q_heads);
-  params.num_kv_heads = static_cast<int>(shape.num_kv_heads);
+  params.group = static_cast<int>(shape.group());
   params.value_dim = static_cast<int>(shape.value_dim);
-  params.num_slices = static_cast<int>(shape.num_slices);
-  params.num_repeats = shape.shared_slices ? static_cast<int>(shape.batch) : 1;
   params.log2_pack = log2_pack;
-  params.packs_per_kv_head = CeilDiv(static_cast<int>(shape.group()), pack);
-  params.packs_per_section = PacksPerSection(shape, params.packs_per_kv_head);
-  params.has_plan = plan != nullptr;
+  params.packs_per_kv_head = packs_per_kv_head;
   params.softmax_scale = args.params.softmax_scale;
   params.softcap = args.params.softcap;
-  params.slices = args.slices;
   params.sink = args.sink;
-  params.counter = static_cast<WorkCounter*>(workspace);
-  params.list = plan != nullptr ? reinterpret_cast<const TileList*>(plan)
-                                : reinterpret_cast<const TileList*>(params.counter + 1);
   params.out = args.out;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
 
-  int device, num_sms;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      ForwardKernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  const int64_t num_work =
-      MaxTiles(shape, tiling) * params.num_repeats * params.num_kv_heads * params.packs_per_kv_head;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(
-      std::clamp<int64_t>(num_sms - sm_margin, 1, std::max<int64_t>(num_work, 1))));
-  config.blockDim = dim3(Config::kNumThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaLaunchKernelEx(&config, ForwardKernel<Config>, params));
-  return {};
+  return LaunchPersistent(ForwardKernel<Config>, params, Config::kNumThreads, kSharedBytes,
+                          MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Status LaunchForward(const ForwardArgs& args, const int32_t* plan, void* workspace, int sm_margin,
-                     cudaStream_t stream) {
-  const auto launch = args.params.softcap == 0.0f
-                          ? LaunchForwardConfig<ForwardConfig<kHeadDim, kValueDim, Element, false>>
-                          : LaunchForwardConfig<ForwardConfig<kHeadDim, kValueDim, Element, true>>;
-  return launch(args, plan, workspace, sm_margin, stream);
+Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
+                                                            const LaunchOptions& options) {
+  return args.params.softcap == 0.0f
+             ? LaunchForward<ForwardConfig<kHeadDim, kValueDim, Element, false>>(args, options)
+             : LaunchForward<ForwardConfig<kHeadDim, kValueDim, Element, true>>(args, options);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling ForwardTiling(const AttentionShape& shape, bool has_softcap) {
-  return has_softcap ? TilingOf<ForwardConfig<kHeadDim, kValueDim, Element, true>>(shape)
-                     : TilingOf<ForwardConfig<kHeadDim, kValueDim, Element, false>>(shape);
+Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
+                                                              bool has_softcap) {
+  return has_softcap ? ConfigTiling<ForwardConfig<kHeadDim, kValueDim, Element, true>>(shape)
+                     : ConfigTiling<ForwardConfig<kHeadDim, kValueDim, Element, false>>(shape);
 }
 
 }  // namespace jax_magi::cuda

@@ -94,6 +94,47 @@ __device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrie
       : "memory");
 }
 
+// Adds a box of float32 in shared memory to a [batch, rows, heads, dim] tensor.
+__device__ __forceinline__ void ReduceAddBox(const CUtensorMap* map, const void* src, int dim,
+                                             int head, int row, int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(SharedAddress(src)), "r"(dim), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void CommitReduce() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until what this thread has committed is read from shared memory.
+__device__ __forceinline__ void WaitReduceRead() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// Until it has reached memory.
+__device__ __forceinline__ void WaitReduce() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Makes this thread's writes to shared memory visible to TMA and wgmma.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- Named barriers ---
+
+__device__ __forceinline__ void NamedSync(int id, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of column l % 8 of
+// matrix l / 8.
+__device__ __forceinline__ void StoreMatricesTransposed(void* address, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   SharedAddress(address)),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // --- Registers ---
 
 template <int kCount>
@@ -185,6 +226,22 @@ __device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[
   for (int step = 0; step < kN / 16; ++step) {
     WgmmaRegister<Atom>(p + 4 * step, values + step * 2 * kAtomOffset, out, /*accumulate=*/true,
                         std::make_integer_sequence<int, kDim / 2>());
+  }
+}
+
+// out[64, kN] = columns[kK, 64]^T * rows[kN, kK]^T, both in shared memory: `columns` is one panel,
+// contiguous across the contraction.
+template <typename Element, int kN, int kK>
+__device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t rows,
+                                                    uint32_t rows_bytes, float (&out)[kN / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
+                        cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>());
+#pragma unroll
+  for (int step = 0; step < kK / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);
+    WgmmaShared<Atom>(columns + step * 2 * kAtomOffset, rows + panel * (rows_bytes / 16) + offset,
+                      out, /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
   }
 }
 

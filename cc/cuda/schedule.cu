@@ -11,7 +11,7 @@ static_assert(kThreads == kNumBins, "a thread a bin");
 
 struct ScheduleArgs {
   int num_lists;  // Slice lists: one for each batch element, or one for all.
-  int q_len, k_len, num_slices;
+  int num_rows, num_columns, num_slices;
   Tiling tiling;
   const Slice* slices;
 };
@@ -24,12 +24,13 @@ struct Segment {
 
 // Row of candidate `index` for a cut: 0 for the first, then both ends of each slice. 0 also stands
 // for no cut.
-JAX_MAGI_INLINE int CutRow(const Slice* slices, int q_len, int k_len, int index) {
+JAX_MAGI_INLINE int CutRow(const Slice* slices, int num_rows, int num_columns, bool by_keys,
+                           int index) {
   if (index == 0) return 0;
-  const Slice slice = ClampSlice(slices[(index - 1) / 2], q_len, k_len);
+  const Slice slice = LoadSlice(slices, (index - 1) / 2, num_rows, num_columns, by_keys);
   if (slice.q_begin >= slice.q_end || slice.k_begin >= slice.k_end) return 0;
   const int row = (index - 1) % 2 ? slice.q_end : slice.q_begin;
-  return row < q_len ? row : 0;
+  return row < num_rows ? row : 0;
 }
 
 // Makes the sorted list of segments: a thread a candidate, so there are at most kThreads of them.
@@ -42,7 +43,8 @@ __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* ro
   const int first = batch * per_batch;  // Of this batch element's candidates.
   const bool is_candidate = thread < num_candidates;
   if (is_candidate) {
-    rows[thread] = CutRow(args.slices + batch * args.num_slices, args.q_len, args.k_len, index);
+    rows[thread] = CutRow(args.slices + batch * args.num_slices, args.num_rows, args.num_columns,
+                          args.tiling.by_keys, index);
   }
   __syncthreads();
 
@@ -58,7 +60,7 @@ __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* ro
   kept[thread] = is_kept;
   const int num_segments = __syncthreads_count(is_kept);
 
-  int rank = 0, next = args.q_len, first_tile = 0;
+  int rank = 0, next = args.num_rows, first_tile = 0;
   if (is_kept) {
     for (int i = 0; i < num_candidates; ++i) {
       if (!kept[i]) continue;
@@ -81,9 +83,7 @@ __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* ro
 }
 
 // Bin 0 holds the heaviest.
-__device__ int BinOf(const QueryTile& tile) {
-  return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
-}
+__device__ int BinOf(const Tile& tile) { return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1); }
 
 __device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logits) {
   // The attention kernel may come up meanwhile: it waits for this one where it must.
@@ -98,7 +98,7 @@ __global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max
 
 // One block of threads: cuts rows into tiles, then sorts them by counting.
 __global__ void __launch_bounds__(kThreads)
-    ScheduleKernel(ScheduleArgs args, WorkCounter* counter, QueryTile* unsorted, float* max_logits,
+    ScheduleKernel(ScheduleArgs args, WorkCounter* counter, Tile* unsorted, float* max_logits,
                    int num_max_logits) {
   __shared__ int bins[kNumBins], rows[kThreads];
   __shared__ Segment segments[kThreads];
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
   // Too many candidates, and every list is one segment.
   const bool is_cut = int64_t{args.num_lists} * (2 * args.num_slices + 1) <= kThreads;
   int num_segments = 0;
-  int num_tiles = args.num_lists * CeilDiv(args.q_len, num_rows);
+  int num_tiles = args.num_lists * CeilDiv(args.num_rows, num_rows);
   if (is_cut) {
     num_segments = MakeSegments(args, segments, rows, bins);
     const Segment& last = segments[num_segments - 1];
@@ -131,14 +131,14 @@ __global__ void __launch_bounds__(kThreads)
       segment = segments[low];
     } else {
       const int per_list = num_tiles / args.num_lists;
-      segment = {i / per_list, 0, args.q_len, i / per_list * per_list};
+      segment = {i / per_list, 0, args.num_rows, i / per_list * per_list};
     }
-    QueryTile tile{};
+    Tile tile{};
     tile.batch = segment.batch;
-    tile.q_begin = segment.begin + (i - segment.first_tile) * num_rows;
-    tile.num_rows = Min(num_rows, segment.end - tile.q_begin);
-    CountBlocks(args.slices + int64_t{tile.batch} * args.num_slices, args.num_slices, args.q_len,
-                args.k_len, args.tiling.block_n, tile);
+    tile.begin = segment.begin + (i - segment.first_tile) * num_rows;
+    tile.num_rows = Min(num_rows, segment.end - tile.begin);
+    CountBlocks(args.slices + int64_t{tile.batch} * args.num_slices, args.num_slices, args.num_rows,
+                args.num_columns, args.tiling, tile);
     unsorted[i] = tile;
     atomicAdd(&bins[BinOf(tile)], 1);
   }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
   bins[thread] -= count;
   __syncthreads();
   for (int i = thread; i < num_tiles; i += kThreads) {
-    const QueryTile tile = unsorted[i];
+    const Tile tile = unsorted[i];
     list->tiles()[atomicAdd(&bins[BinOf(tile)], 1)] = tile;
   }
 }
@@ -164,32 +164,33 @@ __global__ void __launch_bounds__(kThreads)
 
 std::vector<int32_t> MakePlan(const AttentionShape& shape, const Tiling& tiling,
                               const Slice* slices) {
-  const int q_len = static_cast<int>(shape.q_len), k_len = static_cast<int>(shape.k_len);
+  const int num_rows = NumRows(shape, tiling), num_columns = NumColumns(shape, tiling);
   const int num_slices = static_cast<int>(shape.num_slices);
   std::vector<int> cuts;
-  for (int i = 0; i <= 2 * num_slices; ++i) cuts.push_back(CutRow(slices, q_len, k_len, i));
+  for (int i = 0; i <= 2 * num_slices; ++i) {
+    cuts.push_back(CutRow(slices, num_rows, num_columns, tiling.by_keys, i));
+  }
   std::sort(cuts.begin(), cuts.end());
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   std::vector<int> kept{0};
   for (size_t i = 1; i < cuts.size(); ++i) {
     if (cuts[i] - cuts[i - 1] >= kShortestSegment) kept.push_back(cuts[i]);
   }
-  kept.push_back(q_len);
+  kept.push_back(num_rows);
 
-  std::vector<QueryTile> tiles;
+  std::vector<Tile> tiles;
   for (size_t i = 0; i + 1 < kept.size(); ++i) {
     for (int begin = kept[i]; begin < kept[i + 1]; begin += tiling.num_rows) {
-      QueryTile tile{};
-      tile.q_begin = begin;
+      Tile tile{};
+      tile.begin = begin;
       tile.num_rows = Min(tiling.num_rows, kept[i + 1] - begin);
-      CountBlocks(slices, num_slices, q_len, k_len, tiling.block_n, tile);
+      CountBlocks(slices, num_slices, num_rows, num_columns, tiling, tile);
       tiles.push_back(tile);
     }
   }
-  std::stable_sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
-    return a.num_blocks > b.num_blocks;
-  });
-  std::vector<int32_t> plan(sizeof(TileList) / 4 + tiles.size() * sizeof(QueryTile) / 4);
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.num_blocks > b.num_blocks; });
+  std::vector<int32_t> plan(sizeof(TileList) / 4 + tiles.size() * sizeof(Tile) / 4);
   auto* list = reinterpret_cast<TileList*>(plan.data());
   list->num_tiles = static_cast<int>(tiles.size());
   std::copy(tiles.begin(), tiles.end(), list->tiles());
@@ -199,18 +200,19 @@ std::vector<int32_t> MakePlan(const AttentionShape& shape, const Tiling& tiling,
 cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                     bool has_plan, void* workspace, float* max_logits, cudaStream_t stream) {
   auto* counter = static_cast<WorkCounter*>(workspace);
-  const int num_max_logits = static_cast<int>(shape.batch * shape.num_q_heads);
+  const int num_max_logits =
+      max_logits == nullptr ? 0 : static_cast<int>(shape.batch * shape.num_q_heads);
   if (has_plan) {
     ResetKernel<<<1, 128, 0, stream>>>(counter, max_logits, num_max_logits);
     return cudaGetLastError();
   }
   const ScheduleArgs args{shape.shared_slices ? 1 : static_cast<int>(shape.batch),
-                          static_cast<int>(shape.q_len),
-                          static_cast<int>(shape.k_len),
+                          NumRows(shape, tiling),
+                          NumColumns(shape, tiling),
                           static_cast<int>(shape.num_slices),
                           tiling,
                           slices};
-  QueryTile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
+  Tile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
   ScheduleKernel<<<1, kThreads, 0, stream>>>(args, counter, unsorted, max_logits, num_max_logits);
   return cudaGetLastError();
 }

@@ -1,4 +1,6 @@
-// The forward kernel's work list: query tiles, the heaviest first.
+// The kernels' work lists: tiles of query rows (forward) or of keys (backward), the heaviest first.
+// For the backward kernel the mask is transposed; below, "rows" are what tiles are made of, and
+// "columns" the other side.
 //
 // A traced mask is only known on the device, where one small kernel makes the list before each
 // call. A concrete one gets its list on the host, once, when the call is traced: its "plan".
@@ -14,11 +16,11 @@
 
 namespace jax_magi::cuda {
 
-// A query tile of one slice list, for all heads.
-struct alignas(32) QueryTile {
+// A tile of rows of one slice list, for all heads.
+struct alignas(32) Tile {
   int32_t batch;  // 0 where the whole batch shares its slices, and so its tiles.
-  int32_t q_begin, num_rows;
-  int32_t num_blocks;              // Key tiles that some row sees, over all slices.
+  int32_t begin, num_rows;
+  int32_t num_blocks;              // Blocks of columns that some row sees, over all slices.
   int32_t slice_begin, slice_end;  // All slices that touch the tile lie here.
   int32_t padding[2];
 };
@@ -28,10 +30,8 @@ struct alignas(32) TileList {
   int32_t num_tiles;
   int32_t padding[7];
 
-  JAX_MAGI_INLINE const QueryTile* tiles() const {
-    return reinterpret_cast<const QueryTile*>(this + 1);
-  }
-  JAX_MAGI_INLINE QueryTile* tiles() { return reinterpret_cast<QueryTile*>(this + 1); }
+  JAX_MAGI_INLINE const Tile* tiles() const { return reinterpret_cast<const Tile*>(this + 1); }
+  JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
 };
 
 // What a call needs besides: it stands at the workspace's beginning, before the list of a traced
@@ -41,10 +41,11 @@ struct alignas(32) WorkCounter {
   int32_t padding[7];
 };
 
-// How a variant of the kernel cuts the score matrix.
+// How a variant of a kernel cuts the score matrix.
 struct Tiling {
-  int num_rows;  // Of a query tile.
-  int block_n;   // Keys of a block.
+  int num_rows;     // Of a tile.
+  int num_columns;  // Of a block.
+  bool by_keys;     // Rows are keys.
 };
 
 // A shorter segment between two cuts is left together with its neighbour: many tiny documents
@@ -53,31 +54,44 @@ constexpr int kShortestSegment = 64;
 
 JAX_MAGI_INLINE int CeilDiv(int a, int b) { return (a + b - 1) / b; }
 
+// Slice `i` as the kernels see it: rows first, and inside the arrays.
+JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
+                                bool by_keys) {
+  return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
+}
+
 // Fills in the tile's blocks and slices. `slices` are those of its batch element.
-JAX_MAGI_INLINE void CountBlocks(const Slice* slices, int num_slices, int q_len, int k_len,
-                                 int block_n, QueryTile& tile) {
+JAX_MAGI_INLINE void CountBlocks(const Slice* slices, int num_slices, int num_rows, int num_columns,
+                                 const Tiling& tiling, Tile& tile) {
   for (int i = 0; i < num_slices; ++i) {
-    const Slice slice = ClampSlice(slices[i], q_len, k_len);
+    const Slice slice = LoadSlice(slices, i, num_rows, num_columns, tiling.by_keys);
     const Range rows =
-        Intersect({tile.q_begin, tile.q_begin + tile.num_rows}, {slice.q_begin, slice.q_end});
+        Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
     if (rows.begin >= rows.end) continue;
-    const Range keys = TouchedKeys(slice, rows);
-    if (keys.begin >= keys.end) continue;
+    const Range columns = TouchedKeys(slice, rows);
+    if (columns.begin >= columns.end) continue;
     if (tile.num_blocks == 0) tile.slice_begin = i;
     tile.slice_end = i + 1;
-    tile.num_blocks += CeilDiv(keys.end - keys.begin, block_n);
+    tile.num_blocks += CeilDiv(columns.end - columns.begin, tiling.num_columns);
   }
+}
+
+inline int NumRows(const AttentionShape& shape, const Tiling& tiling) {
+  return static_cast<int>(tiling.by_keys ? shape.k_len : shape.q_len);
+}
+inline int NumColumns(const AttentionShape& shape, const Tiling& tiling) {
+  return static_cast<int>(tiling.by_keys ? shape.q_len : shape.k_len);
 }
 
 // Tiles are cut where slices begin and end, so that a packed document costs what it would alone.
 inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
   return (shape.shared_slices ? 1 : shape.batch) *
-         ((shape.q_len + tiling.num_rows - 1) / tiling.num_rows + 2 * shape.num_slices);
+         (CeilDiv(NumRows(shape, tiling), tiling.num_rows) + 2 * shape.num_slices);
 }
 
 // Bytes of workspace. Without a plan it holds the list twice: sorted and not.
 inline int64_t ScheduleBytes(const AttentionShape& shape, const Tiling& tiling, bool has_plan) {
-  const int64_t list = sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(QueryTile);
+  const int64_t list = sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(Tile);
   return sizeof(WorkCounter) + (has_plan ? 0 : list);
 }
 

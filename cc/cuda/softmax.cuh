@@ -65,6 +65,19 @@ __device__ __forceinline__ uint32_t PackPair<cutlass::half_t>(float a, float b) 
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+template <typename Element>
+__device__ __forceinline__ float2 UnpackPair(uint32_t pair);
+
+template <>
+__device__ __forceinline__ float2 UnpackPair<cutlass::bfloat16_t>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+template <>
+__device__ __forceinline__ float2 UnpackPair<cutlass::half_t>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
 // Sets scores that the slice hides to -inf. `rows` are the thread's rows, `key` the tile's first
 // key plus the thread's first column.
 template <int kCount>

@@ -19,14 +19,18 @@ Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t lengt
                                static_cast<cuuint64_t>(std::max<int64_t>(heads, 1)),
                                static_cast<cuuint64_t>(std::max<int64_t>(length, 1)),
                                static_cast<cuuint64_t>(std::max<int64_t>(batch, 1))};
-  const cuuint64_t row_bytes = 2 * sizes[0];
+  const int element_bytes = dtype == DType::kF32 ? 4 : 2;
+  const cuuint64_t row_bytes = element_bytes * sizes[0];
   const cuuint64_t strides[3] = {row_bytes, row_bytes * sizes[1], row_bytes * sizes[1] * sizes[2]};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_heads),
-                             static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / element_bytes),
+                             static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows),
+                             1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
       map,
-      dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+      : dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       /*tensorRank=*/4, const_cast<void*>(data), sizes, strides, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -10,9 +10,9 @@
 
 namespace jax_magi::cuda {
 
-// For boxes of `box_rows` rows x `box_heads` heads x 64 elements of a 16-bit [batch, length, heads,
-// dim] tensor. What lies outside the tensor is read as zero: rows before and after, and columns
-// past `dim`, which must be a multiple of 8.
+// For boxes of `box_rows` rows x `box_heads` heads x 128 bytes of a [batch, length, heads, dim]
+// tensor. What lies outside the tensor is read as zero: rows before and after, and columns
+// past `dim`, which must be a multiple of 16 bytes.
 Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t length, int64_t heads,
                      int64_t dim, int box_rows, int box_heads, CUtensorMap* map);
 

@@ -40,9 +40,11 @@ auto BackwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // lse
       .template Arg<ffi::AnyBuffer>()  // delta
       .template Arg<ffi::AnyBuffer>()  // slices
+      .template Arg<ffi::AnyBuffer>()  // plan
       .template Ret<ffi::AnyBuffer>()  // dq
       .template Ret<ffi::AnyBuffer>()  // dk
       .template Ret<ffi::AnyBuffer>()  // dv
+      .template Ret<ffi::AnyBuffer>()  // workspace
       .template Attr<float>("softmax_scale")
       .template Attr<float>("softcap")
       .template Attr<bool>("deterministic")

@@ -1,5 +1,7 @@
 #include "cc/ffi/attention_checks.h"
 
+#include <algorithm>
+
 namespace jax_magi {
 namespace {
 
@@ -119,6 +121,52 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   args->out = out.untyped_data();
   args->lse = static_cast<float*>(lse.untyped_data());
   args->max_logits = static_cast<float*>(max_logits.untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer dout,
+                          ffi::AnyBuffer lse, ffi::AnyBuffer delta, ffi::AnyBuffer slices,
+                          ffi::AnyBuffer dq, ffi::AnyBuffer dk, ffi::AnyBuffer dv,
+                          float softmax_scale, float softcap, BackwardArgs* args, int* num_splits) {
+  const char* context = "jax_magi attention backward";
+  JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
+  const AttentionShape& s = args->shape;
+  int64_t splits = 1;
+  if (num_splits != nullptr && s.batch > 0 && dk.dimensions().size() == 4) {
+    splits = std::max<int64_t>(dk.dimensions()[0] / s.batch, 1);
+    if (s.num_kv_heads > 0 && s.group() % splits != 0) {
+      return Invalid(context, "dk", "must have splits that divide a group of query heads");
+    }
+    *num_splits = static_cast<int>(splits);
+  }
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dout", dout}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", lse}, {s.batch, s.num_q_heads, s.q_len}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"delta", delta}, {s.batch, s.num_q_heads, s.q_len}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dq", dq}, {s.batch, s.q_len, s.num_q_heads, s.head_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dk", dk}, {splits * s.batch, s.k_len, s.num_kv_heads, s.head_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDims(context, {"dv", dv}, {splits * s.batch, s.k_len, s.num_kv_heads, s.value_dim}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dout", dout}, {q.element_type()}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dk", dk}, {q.element_type(), ffi::F32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dv", dv}, {dk.element_type()}));
+  for (const NamedBuffer& named : {NamedBuffer{"lse", lse}, {"delta", delta}, {"dq", dq}}) {
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
+  }
+  args->params = {softmax_scale, softcap};
+  args->dkv_dtype = ToDType(dk.element_type());
+  args->q = q.untyped_data();
+  args->k = k.untyped_data();
+  args->v = v.untyped_data();
+  args->dout = dout.untyped_data();
+  args->lse = static_cast<const float*>(lse.untyped_data());
+  args->delta = static_cast<const float*>(delta.untyped_data());
+  args->slices = static_cast<const Slice*>(slices.untyped_data());
+  args->dq = static_cast<float*>(dq.untyped_data());
+  args->dk = dk.untyped_data();
+  args->dv = dv.untyped_data();
   return ffi::Error::Success();
 }
 

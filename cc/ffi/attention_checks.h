@@ -39,6 +39,14 @@ xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla:
 
 DType ToDType(xla::ffi::DataType type);
 
+// Where `num_splits` is not null, dk and dv may have several times the batch: how many is returned.
+xla::ffi::Error DecodeBackward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
+                               xla::ffi::AnyBuffer dout, xla::ffi::AnyBuffer lse,
+                               xla::ffi::AnyBuffer delta, xla::ffi::AnyBuffer slices,
+                               xla::ffi::AnyBuffer dq, xla::ffi::AnyBuffer dk,
+                               xla::ffi::AnyBuffer dv, float softmax_scale, float softcap,
+                               BackwardArgs* args, int* num_splits);
+
 }  // namespace jax_magi
 
 #define JAX_MAGI_RETURN_IF_ERROR(expression) \

@@ -98,43 +98,15 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
 
 ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                     ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
-                    ffi::AnyBuffer slices, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::AnyBuffer slices, ffi::AnyBuffer /*plan*/, ffi::Result<ffi::AnyBuffer> dq,
                     ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    float softmax_scale, float softcap, bool /*deterministic: always*/,
-                    int32_t /*sm_margin*/) {
-  const char* context = "jax_magi attention backward";
+                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
+                    bool /*deterministic: always*/, int32_t /*sm_margin*/) {
   BackwardArgs args;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args.shape, &args.dtype));
-  const AttentionShape& s = args.shape;
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dout", dout}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", lse}, {s.batch, s.num_q_heads, s.q_len}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"delta", delta}, {s.batch, s.num_q_heads, s.q_len}));
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dq", *dq}, {s.batch, s.q_len, s.num_q_heads, s.head_dim}));
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dk", *dk}, {s.batch, s.k_len, s.num_kv_heads, s.head_dim}));
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dv", *dv}, {s.batch, s.k_len, s.num_kv_heads, s.value_dim}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dout", dout}, {q.element_type()}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dk", *dk}, {q.element_type(), ffi::F32}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dv", *dv}, {dk->element_type()}));
-  for (const NamedBuffer& named : {NamedBuffer{"lse", lse}, {"delta", delta}, {"dq", *dq}}) {
-    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
-  }
-  args.params = {softmax_scale, softcap};
-  args.dkv_dtype = ToDType(dk->element_type());
-  args.q = q.untyped_data();
-  args.k = k.untyped_data();
-  args.v = v.untyped_data();
-  args.dout = dout.untyped_data();
-  args.lse = static_cast<const float*>(lse.untyped_data());
-  args.delta = static_cast<const float*>(delta.untyped_data());
-  args.slices = static_cast<const Slice*>(slices.untyped_data());
-  args.dq = static_cast<float*>(dq->untyped_data());
-  args.dk = dk->untyped_data();
-  args.dv = dv->untyped_data();
-  return Finish(context, cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
+                                          softmax_scale, softcap, &args, /*num_splits=*/nullptr));
+  return Finish("jax_magi attention backward",
+                cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));
 }
 
 }  // namespace

@@ -15,18 +15,22 @@
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_attention_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_attention_backward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_forward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_backward);
 
-// The exported names; there is one of each.
-#pragma GCC visibility push(default)
+// A call of a CUDA kernel as it is traced, and what it needs.
+struct CudaCall {
+  jax_magi::AttentionShape shape;
+  jax_magi::DType dtype;
+  bool has_softcap, is_backward, deterministic;
+};
+struct CudaCallNeeds {
+  int64_t workspace_bytes = 0;
+  int num_splits = 1;         // dk and dv come in so many parts.
+  std::vector<int32_t> plan;  // If slices were given.
+};
 
-// Bytes of workspace of a call.
-int64_t jax_magi_cuda_forward_workspace(const jax_magi::AttentionShape& shape,
-                                        jax_magi::DType dtype, bool has_softcap, bool has_plan);
-// The plan of a call whose batch shares these slices.
-std::vector<int32_t> jax_magi_cuda_forward_plan(const jax_magi::AttentionShape& shape,
-                                                jax_magi::DType dtype, bool has_softcap,
-                                                const jax_magi::Slice* slices);
-
-#pragma GCC visibility pop
+// `slices` are one list that the whole batch shares, or null.
+__attribute__((visibility("default"))) CudaCallNeeds
+jax_magi_cuda_needs(const CudaCall& call, const jax_magi::Slice* slices);
 
 #endif  // JAX_MAGI_FFI_HANDLERS_H_

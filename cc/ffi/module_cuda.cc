@@ -8,11 +8,9 @@ namespace nb = nanobind;
 
 namespace {
 
-using Ints = nb::tuple;
-
-jax_magi::AttentionShape ToShape(const Ints& q, const Ints& k, int64_t value_dim,
-                                 const Ints& slices) {
-  const auto at = [](const Ints& dims, int i) { return nb::cast<int64_t>(dims[i]); };
+jax_magi::AttentionShape ToShape(const nb::tuple& q, const nb::tuple& k, int64_t value_dim,
+                                 const nb::tuple& slices) {
+  const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
   return {/*batch=*/at(q, 0),
           /*q_len=*/at(q, 1),
           /*k_len=*/at(k, 1),
@@ -24,8 +22,24 @@ jax_magi::AttentionShape ToShape(const Ints& q, const Ints& k, int64_t value_dim
           /*shared_slices=*/at(slices, 0) == 1};
 }
 
-jax_magi::DType ToDType(bool is_bf16) {
-  return is_bf16 ? jax_magi::DType::kBF16 : jax_magi::DType::kF16;
+// See the stub, _cuda.pyi.
+nb::tuple Needs(nb::tuple q, nb::tuple k, int64_t value_dim, nb::tuple slices, bool is_bf16,
+                bool has_softcap, bool is_backward, bool deterministic, nb::object values) {
+  const CudaCall call{ToShape(q, k, value_dim, slices),
+                      is_bf16 ? jax_magi::DType::kBF16 : jax_magi::DType::kF16, has_softcap,
+                      is_backward, deterministic};
+  const jax_magi::Slice* list = nullptr;
+  if (!values.is_none()) {
+    const nb::bytes bytes = nb::cast<nb::bytes>(values);
+    if (bytes.size() != call.shape.num_slices * sizeof(jax_magi::Slice)) {
+      throw nb::value_error("one slice list is expected");
+    }
+    list = reinterpret_cast<const jax_magi::Slice*>(bytes.c_str());
+  }
+  const CudaCallNeeds needs = jax_magi_cuda_needs(call, list);
+  return nb::make_tuple(needs.workspace_bytes, needs.num_splits,
+                        nb::bytes(reinterpret_cast<const char*>(needs.plan.data()),
+                                  needs.plan.size() * sizeof(int32_t)));
 }
 
 }  // namespace
@@ -35,22 +49,10 @@ NB_MODULE(_cuda, m) {
     nb::dict handlers;
     handlers["jax_magi_attention_forward"] =
         nb::capsule(reinterpret_cast<void*>(jax_magi_cuda_attention_forward));
+    handlers["jax_magi_attention_backward"] =
+        nb::capsule(reinterpret_cast<void*>(jax_magi_cuda_attention_backward));
     return handlers;
   });
-  m.def("forward_workspace", [](Ints q, Ints k, int64_t value_dim, Ints slices, bool is_bf16,
-                                bool has_softcap, bool has_plan) {
-    return jax_magi_cuda_forward_workspace(ToShape(q, k, value_dim, slices), ToDType(is_bf16),
-                                           has_softcap, has_plan);
-  });
-  m.def("forward_plan", [](Ints q, Ints k, int64_t value_dim, Ints slices, bool is_bf16,
-                           bool has_softcap, nb::bytes values) {
-    const jax_magi::AttentionShape shape = ToShape(q, k, value_dim, slices);
-    if (values.size() != shape.num_slices * sizeof(jax_magi::Slice)) {
-      throw nb::value_error("one slice list is expected");
-    }
-    const std::vector<int32_t> plan =
-        jax_magi_cuda_forward_plan(shape, ToDType(is_bf16), has_softcap,
-                                   reinterpret_cast<const jax_magi::Slice*>(values.c_str()));
-    return nb::bytes(reinterpret_cast<const char*>(plan.data()), plan.size() * sizeof(int32_t));
-  });
+  m.def("needs", &Needs, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg(), nb::arg().none());
 }

@@ -1,0 +1,608 @@
+// The Hopper backward kernel: one block of threads finishes one tile of rows at a time.
+//
+// With S the scores, P = exp(S - lse) and dP = dout V^T, the gradients are
+//
+//   dS = P * (dP - delta),   dV = P^T dout,   dK = scale * dS^T Q,   dQ = scale * dS K
+//
+// Rows are keys: a tile of k and v stays in shared memory, q and dout stream past it in blocks of
+// columns, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
+// that P^T and dS^T are in registers what the products for dV and dK want; dS goes through shared
+// memory to the product for dQ, whose tiles are added to memory by TMA.
+//
+// The order of those additions is not fixed. Where the result must be the same bit for bit, the
+// kernel runs twice instead: for dK and dV alone, and with the roles of queries and keys exchanged
+// for dQ.
+
+#ifndef JAX_MAGI_CUDA_BACKWARD_KERNEL_CUH_
+#define JAX_MAGI_CUDA_BACKWARD_KERNEL_CUH_
+
+#include "cc/attention.h"
+#include "cc/cuda/config.h"
+#include "cc/cuda/hopper.cuh"
+#include "cc/cuda/pipeline.cuh"
+#include "cc/cuda/softmax.cuh"
+#include "cc/cuda/store.cuh"
+
+namespace jax_magi::cuda {
+
+struct BackwardParams {
+  // The operands of scores (q, k) and of dP (dout, v), by their role: rows of the tile stay,
+  // columns stream past.
+  CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
+  CUtensorMap dq_map;
+  WorkParams work;
+  int batch, q_len, num_q_heads, group;
+  // The heads of the tile's rows, and of a pack: so many query heads meet one tile of keys.
+  int num_row_heads;
+  uint32_t packs_per_row_head, heads_per_pack;
+  int head_dim, value_dim;
+  float softmax_scale, softcap;
+  const float *lse, *delta;  // [batch, num_q_heads, q_len]
+  // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
+  // num_row_heads, dim].
+  void *dx, *dy;
+  bool is_float;  // Their element type; else that of the operands.
+};
+
+struct alignas(16) RowTileInfo {
+  int32_t batch, row_head, pack_in_head, begin, num_rows, num_blocks;
+};
+
+template <typename Config>
+struct BackwardShared {
+  static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
+  using Element = typename Config::Element;
+  alignas(1024) Element row_x[Config::kBlockRows * Config::kHeadDim];
+  alignas(1024) Element row_y[Config::kBlockRows * Config::kValueDim];
+  alignas(1024) Element column_x[kXStages][Config::kBlockColumns * Config::kHeadDim];
+  alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
+  // [key panel][query][64 keys], twice: one is written while the other is still read.
+  alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
+  // For each warpgroup [half of 64 dims][query][32 dims].
+  alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
+  alignas(16) float lse[kXStages][Config::kBlockColumns];
+  alignas(16) float delta[kXStages][Config::kBlockColumns];
+  BlockInfo block[kXStages];
+  int32_t head[kXStages];  // The query head of the block.
+  RowTileInfo tile;
+  WorkItem item;  // The producer's own.
+  // full: the producer's arrivals and its bytes. empty: one thread of every consumer warp.
+  uint64_t row_full, row_empty;
+  uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
+};
+
+// --- Producer: one warp ---
+
+template <typename Config>
+struct BackwardProducer {
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+  int lane;
+  uint32_t num_loaded = 0;  // Blocks: the position in both rings.
+
+  __device__ __forceinline__ void Run() {
+    ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
+    if (lane == 0) {
+      shared.tile.num_blocks = -1;
+      Arrive(&shared.row_full);
+    }
+  }
+
+  __device__ __forceinline__ void LoadTile() {
+    Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      const int row_head = shared.item.pack / params.packs_per_row_head;
+      const int pack_in_head = shared.item.pack % params.packs_per_row_head;
+      shared.tile = {tile.batch, row_head,      pack_in_head,
+                     tile.begin, tile.num_rows, tile.num_blocks};
+      if (tile.num_blocks > 0) {
+        ArriveExpectBytes(&shared.row_full, sizeof(shared.row_x) + sizeof(shared.row_y));
+#pragma unroll
+        for (int d = 0; d < Config::kHeadDim; d += 64) {
+          LoadBox(&params.row_x_map, &shared.row_full, shared.row_x + d * Config::kBlockRows, d,
+                  row_head, tile.begin, tile.batch);
+        }
+#pragma unroll
+        for (int d = 0; d < Config::kValueDim; d += 64) {
+          LoadBox(&params.row_y_map, &shared.row_full, shared.row_y + d * Config::kBlockRows, d,
+                  row_head, tile.begin, tile.batch);
+        }
+      } else {
+        Arrive(&shared.row_full);
+      }
+    }
+    if (lane == 0) {
+      shared.item.remaining = shared.item.tile.num_blocks * params.heads_per_pack;
+      shared.item.head = FirstHead();
+    }
+    __syncwarp();
+    while (shared.item.remaining > 0) {
+      LoadBlocks();
+      __syncwarp();
+      if (lane == 0) ++shared.item.head;
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ int FirstHead() const {
+    if constexpr (!Config::kByKeys) return shared.item.pack;
+    return shared.item.pack / params.packs_per_row_head * params.group +
+           shared.item.pack % params.packs_per_row_head * params.heads_per_pack;
+  }
+
+  __device__ __forceinline__ void LoadBlocks() {
+    const auto load = [&](int slice, Range columns) {
+      for (; columns.begin < columns.end; columns.begin += Config::kBlockColumns) {
+        LoadX(slice, columns.begin);
+        LoadY(columns.begin);
+        ++num_loaded;
+      }
+    };
+    ForEachSlice<Config::kByKeys>(params.work, shared.item.tile, lane, load);
+  }
+
+  __device__ __forceinline__ int ColumnHead() const {
+    return Config::kByKeys ? shared.item.head : shared.item.head / params.group;
+  }
+
+  __device__ __forceinline__ void LoadX(int slice_index, int begin) {
+    const int stage = num_loaded % Config::kXStages;
+    Wait(&shared.x_empty[stage], num_loaded / Config::kXStages % 2 ^ 1);
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, slice_index);
+      const bool is_last = --shared.item.remaining == 0;
+      const bool is_clean =
+          tile.num_rows == Config::kBlockRows && IsClean(slice, tile, begin, Config::kBlockColumns);
+      // The next tile's rows may lie in this one's block: hidden here, they add nothing to dQ.
+      slice.q_begin = Max(slice.q_begin, tile.begin);
+      slice.q_end = Min(slice.q_end, tile.begin + tile.num_rows);
+      shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
+      shared.head[stage] = shared.item.head;
+      ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]));
+#pragma unroll
+      for (int d = 0; d < Config::kHeadDim; d += 64) {
+        LoadBox(&params.column_x_map, &shared.x_full[stage],
+                shared.column_x[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
+                tile.batch);
+      }
+    }
+    if constexpr (Config::kByKeys) {
+      const int64_t first =
+          (int64_t{shared.item.tile.batch} * params.num_q_heads + shared.item.head) * params.q_len;
+#pragma unroll 1  // Registers.
+      for (int i = lane; i < Config::kBlockColumns; i += 32) {
+        const int row = begin + i;
+        const bool is_inside = row < params.q_len;
+        const float lse = is_inside ? params.lse[first + row] : -INFINITY;
+        // A row that sees nothing has no probabilities.
+        shared.lse[stage][i] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+        shared.delta[stage][i] = is_inside ? params.delta[first + row] : 0.0f;
+      }
+      __syncwarp();
+      if (lane == 0) Arrive(&shared.x_full[stage]);
+    }
+  }
+
+  __device__ __forceinline__ void LoadY(int begin) {
+    const int stage = num_loaded % Config::kYStages;
+    Wait(&shared.y_empty[stage], num_loaded / Config::kYStages % 2 ^ 1);
+    if (lane == 0) {
+      ArriveExpectBytes(&shared.y_full[stage], sizeof(shared.column_y[stage]));
+#pragma unroll
+      for (int d = 0; d < Config::kValueDim; d += 64) {
+        LoadBox(&params.column_y_map, &shared.y_full[stage],
+                shared.column_y[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
+                shared.item.tile.batch);
+      }
+    }
+  }
+};
+
+// --- Consumer: a warpgroup with 64 rows, or with half the dims of all 64 ---
+
+enum BackwardBarrier { kDsWritten = 1, kDqWritten = 2 };
+
+template <typename Config>
+struct BackwardConsumer {
+  using Element = typename Config::Element;
+  static constexpr int kColumns = Config::kBlockColumns;
+  static constexpr uint32_t kRowPanel = Config::kBlockRows * 128;  // Bytes.
+  static constexpr uint32_t kColumnPanel = kColumns * 128;
+  // Columns of dx and dy that this warpgroup holds.
+  static constexpr int kXDims = Config::kHeadDim / Config::kDimGroups;
+  static constexpr int kYDims = Config::kValueDim / Config::kDimGroups;
+
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+  int group;   // Which consumer warpgroup.
+  int thread;  // In the warpgroup.
+  SoftmaxScale scale;
+  RingPosition<1> row_ring;
+  RingPosition<Config::kXStages> x_ring;
+  RingPosition<Config::kYStages> y_ring;
+  int ds_stage = 0;
+
+  float scores[kColumns / 2];  // Then probabilities.
+  float dp[kColumns / 2];      // Then dS.
+  uint32_t p[kColumns / 4], ds[kColumns / 4];
+  float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
+  float dq[Config::kDqQueries / 2];
+  float row_lse[2], row_delta[2];  // Where rows are queries.
+
+  __device__ __forceinline__ int RowGroup() const { return Config::kDimGroups == 1 ? group : 0; }
+  __device__ __forceinline__ int DimGroup() const { return Config::kDimGroups == 1 ? 0 : group; }
+  // This thread's row `r`, 0 or 1, in the tile.
+  __device__ __forceinline__ int Row(int r) const {
+    return RowGroup() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+  }
+
+  __device__ __forceinline__ void Run() {
+    if constexpr (Config::kHasSoftcap) {
+      scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
+    } else {
+      scale = {params.softmax_scale * kLog2E, 0.0f};
+    }
+    while (true) {
+      Wait(&shared.row_full, row_ring.phase);
+      row_ring.Advance();
+      if (shared.tile.num_blocks < 0) break;
+#pragma unroll
+      for (float& x : dx) x = 0.0f;
+#pragma unroll
+      for (float& y : dy) y = 0.0f;
+      if constexpr (!Config::kByKeys) LoadRowStatistics();
+      if (shared.tile.num_blocks > 0) Compute();
+      const RowTileInfo tile = shared.tile;
+      Release(&shared.row_empty);
+      Store(tile);
+    }
+    if constexpr (Config::kHasDq) {
+      if (thread == 0) WaitReduce();
+    }
+  }
+
+  __device__ __forceinline__ void Release(uint64_t* barrier) {
+    __syncwarp();
+    if (thread % 32 == 0) Arrive(barrier);
+  }
+
+  __device__ __forceinline__ void LoadRowStatistics() {
+    const RowTileInfo& tile = shared.tile;
+    const int64_t first =
+        (int64_t{tile.batch} * params.num_q_heads + tile.row_head) * params.q_len + tile.begin;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool is_own = Row(r) < tile.num_rows;
+      const float lse = is_own ? params.lse[first + Row(r)] : -INFINITY;
+      row_lse[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+      row_delta[r] = is_own ? params.delta[first + Row(r)] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void Compute() {
+    Wait(&shared.x_full[x_ring.stage], x_ring.phase);
+    IssueScores(x_ring.stage);
+    WaitWgmma<0>();
+    // No product is in flight from one turn of the loop to the next, or ptxas would run all
+    // products one by one.
+    for (bool is_last = false; !is_last;) {
+      const int x_stage = x_ring.stage, y_stage = y_ring.stage;
+      const int flags = shared.block[x_stage].flags;
+      is_last = flags & kLast;
+      Wait(&shared.y_full[y_stage], y_ring.phase);
+      y_ring.Advance();
+      IssueDp(y_stage);
+      FenceRegisters(scores);
+      if (flags & kMasked) Hide(shared.block[x_stage]);
+      if constexpr (Config::kHasSoftcap) {
+        CapScores();
+        WaitWgmma<0>();
+        FenceRegisters(dp);
+        CappedGradients(x_stage);
+        if constexpr (Config::kByKeys) IssueDy(y_stage);
+      } else {
+        Probabilities(x_stage);
+        if constexpr (Config::kByKeys) {
+          IssueDy(y_stage);
+          WaitWgmma<1>();
+        } else {
+          WaitWgmma<0>();
+        }
+        FenceRegisters(dp);
+        ScoreGradients(x_stage);
+      }
+      if constexpr (Config::kHasDq) WriteDs();
+      IssueDx(x_stage);
+      if constexpr (Config::kByKeys) {
+        WaitWgmma<1>();
+        FenceRegisters(dy);
+      }
+      Release(&shared.y_empty[y_stage]);
+      x_ring.Advance();
+      if constexpr (Config::kHasDq) {
+        if (thread == 0) WaitReduceRead();
+        FenceAsyncProxy();
+        NamedSync(kDsWritten, 2 * kWarpgroup);  // And dq is free again.
+#pragma unroll
+        for (int step = 0; step < Config::kDqSteps; ++step) {
+          if (step > 0) {
+            if (thread == 0) WaitReduceRead();
+            NamedSync(kDqWritten + group, kWarpgroup);
+          }
+          IssueDq(step);
+          if (step < Config::kDqSteps - 1) {
+            WaitWgmma<0>();
+          } else {
+            IssueNextScores(is_last);
+            WaitWgmma<1>();
+          }
+          FenceRegisters(dq);
+          FenceRegisters(dx);
+          AddDq(x_stage, step);
+        }
+        ds_stage ^= 1;
+      } else {
+        IssueNextScores(is_last);
+        WaitWgmma<1>();
+        FenceRegisters(dx);
+      }
+      Release(&shared.x_empty[x_stage]);
+      WaitWgmma<0>();
+    }
+  }
+
+  // After the last block these are of no use, but must not depend on a condition.
+  __device__ __forceinline__ void IssueNextScores(bool is_last) {
+    if (!is_last) Wait(&shared.x_full[x_ring.stage], x_ring.phase);
+    IssueScores(x_ring.stage);
+  }
+
+  // --- Products ---
+
+  __device__ __forceinline__ void IssueScores(int stage) {
+    FenceRegisters(scores);
+    FenceWgmma();
+    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim>(
+        RowDescriptor(shared.row_x + RowGroup() * 64 * 64), kRowPanel,
+        RowDescriptor(shared.column_x[stage]), kColumnPanel, scores);
+    CommitWgmma();
+  }
+
+  __device__ __forceinline__ void IssueDp(int stage) {
+    FenceRegisters(dp);
+    FenceWgmma();
+    MultiplyRowsKeys<Element, kColumns, Config::kValueDim>(
+        RowDescriptor(shared.row_y + RowGroup() * 64 * 64), kRowPanel,
+        RowDescriptor(shared.column_y[stage]), kColumnPanel, dp);
+    CommitWgmma();
+  }
+
+  __device__ __forceinline__ void IssueDy(int stage) {
+    FenceRegisters(dy);
+    FenceWgmma();
+    MultiplyProbabilitiesValues<Element, kColumns, kYDims>(
+        p, ColumnDescriptor(shared.column_y[stage] + DimGroup() * kYDims * kColumns, kColumnPanel),
+        dy);
+    CommitWgmma();
+  }
+
+  __device__ __forceinline__ void IssueDx(int stage) {
+    FenceRegisters(dx);
+    FenceWgmma();
+    MultiplyProbabilitiesValues<Element, kColumns, kXDims>(
+        ds, ColumnDescriptor(shared.column_x[stage] + DimGroup() * kXDims * kColumns, kColumnPanel),
+        dx);
+    CommitWgmma();
+  }
+
+  // dQ^T[64 dims, queries] = K^T dS^T.
+  __device__ __forceinline__ int DqPanel(int step) const {
+    return Config::kSplitQueries ? 0 : group * Config::kDqSteps + step;
+  }
+  __device__ __forceinline__ int DqFirstQuery() const {
+    return Config::kSplitQueries ? group * Config::kDqQueries : 0;
+  }
+
+  __device__ __forceinline__ void IssueDq(int step) {
+    FenceRegisters(dq);
+    FenceWgmma();
+    MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
+        ColumnDescriptor(shared.row_x + DqPanel(step) * 64 * Config::kBlockRows, kRowPanel),
+        RowDescriptor(Ds() + DqFirstQuery() * 64), kColumnPanel, dq);
+    CommitWgmma();
+  }
+
+  // --- Element by element ---
+
+  __device__ __forceinline__ void Hide(const BlockInfo& info) {
+    const int rows[2] = {shared.tile.begin + Row(0), shared.tile.begin + Row(1)};
+    HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
+  }
+
+  // The statistics of columns 8 * i + 2 * (thread % 4) and the one after it, for row `r`.
+  __device__ __forceinline__ float2 Lse(int stage, int i, int r) const {
+    if constexpr (!Config::kByKeys) return make_float2(row_lse[r], row_lse[r]);
+    return *reinterpret_cast<const float2*>(&shared.lse[stage][8 * i + 2 * (thread % 4)]);
+  }
+  __device__ __forceinline__ float2 Delta(int stage, int i, int r) const {
+    if constexpr (!Config::kByKeys) return make_float2(row_delta[r], row_delta[r]);
+    return *reinterpret_cast<const float2*>(&shared.delta[stage][8 * i + 2 * (thread % 4)]);
+  }
+
+  // Calls fun(e, lse, delta) for elements 2 * e and 2 * e + 1 of the block, in which a thread has
+  // them in pairs.
+  template <typename Fun>
+  __device__ __forceinline__ void ForEachPair(int stage, Fun fun) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        fun(2 * i + r, Lse(stage, i, r), Delta(stage, i, r));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Probabilities(int stage) {
+    ForEachPair(stage, [&](int e, float2 lse, float2) {
+      p[e] = PackPair<Element>(Exp2(scores[2 * e] * scale.log2 - lse.x),
+                               Exp2(scores[2 * e + 1] * scale.log2 - lse.y));
+    });
+  }
+
+  // From the packed probabilities, as registers are scarce.
+  __device__ __forceinline__ void ScoreGradients(int stage) {
+    ForEachPair(stage, [&](int e, float2, float2 delta) {
+      const float2 probability = UnpackPair<Element>(p[e]);
+      ds[e] = PackPair<Element>(probability.x * (dp[2 * e] - delta.x),
+                                probability.y * (dp[2 * e + 1] - delta.y));
+    });
+  }
+
+  // With a cap, scores are tanh first: its gradient needs them.
+  __device__ __forceinline__ void CapScores() {
+#pragma unroll
+    for (float& score : scores) {
+      if (score != -INFINITY) score = Tanh(score * scale.inverse_cap);
+    }
+  }
+
+  __device__ __forceinline__ void CappedGradients(int stage) {
+    ForEachPair(stage, [&](int e, float2 lse, float2 delta) {
+      const float tanh[2] = {scores[2 * e], scores[2 * e + 1]};
+      const float probability[2] = {Exp2(tanh[0] * scale.log2 - lse.x),
+                                    Exp2(tanh[1] * scale.log2 - lse.y)};
+      p[e] = PackPair<Element>(probability[0], probability[1]);
+      const float slope[2] = {CapSlope(tanh[0]), CapSlope(tanh[1])};
+      ds[e] = PackPair<Element>(probability[0] * (dp[2 * e] - delta.x) * slope[0],
+                                probability[1] * (dp[2 * e + 1] - delta.y) * slope[1]);
+    });
+  }
+
+  __device__ __forceinline__ static float CapSlope(float tanh) {
+    return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
+  }
+
+  // --- dQ: dS to shared memory, the product's result to memory ---
+
+  __device__ __forceinline__ Element* Ds() const {
+    return shared.ds + ds_stage * Config::kBlockRows * kColumns;
+  }
+
+  __device__ __forceinline__ void WriteDs() {
+    if (DimGroup() > 0) return;  // Both warpgroups have the same.
+    const int lane = thread % 32, warp = thread / 32;
+    Element* panel = Ds() + RowGroup() * 64 * kColumns;
+    // Matrices of 8 keys x 8 queries, two of keys by two of queries.
+    const int chunk = 2 * warp + lane / 8 % 2;
+    const int query = 8 * (lane / 16) + lane % 8;
+    Element* address = panel + query * 64 + (chunk ^ (lane % 8)) * 8;
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      StoreMatricesTransposed(address + i * 16 * 64,
+                              {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]});
+    }
+  }
+
+  __device__ __forceinline__ void AddDq(int stage, int step) {
+    const int lane = thread % 32, warp = thread / 32;
+    constexpr int kHalf = Config::kDqQueries * 32;
+    float* box = shared.dq + group * 2 * kHalf;
+#pragma unroll
+    for (int i = 0; i < Config::kDqQueries / 8; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int query = 8 * i + 2 * (lane % 4) + e % 2;
+        const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
+        const int chunk = (dim / 4) ^ (query % 8);
+        box[warp / 2 * kHalf + query * 32 + chunk * 4 + dim % 4] =
+            dq[4 * i + e] * params.softmax_scale;
+      }
+    }
+    FenceAsyncProxy();
+    NamedSync(kDqWritten + group, kWarpgroup);
+    if (thread == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ReduceAddBox(&params.dq_map, box + half * kHalf, DqPanel(step) * 64 + half * 32,
+                     shared.head[stage], shared.block[stage].begin + DqFirstQuery(),
+                     shared.tile.batch);
+      }
+      CommitReduce();
+    }
+  }
+
+  // --- Epilogue ---
+
+  __device__ __forceinline__ void Store(const RowTileInfo& tile) {
+    StoreGradient<kXDims>(tile, dx, params.softmax_scale, params.dx, params.head_dim);
+    if constexpr (Config::kByKeys) {
+      StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
+    }
+  }
+
+  template <int kDims>
+  __device__ __forceinline__ void StoreGradient(const RowTileInfo& tile, float (&acc)[kDims / 2],
+                                                float factor, void* out, int dim) {
+    const float factors[2] = {factor, factor};
+    const int first_column = DimGroup() * kDims;
+    bool is_own[2];
+    int64_t offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      is_own[r] = Row(r) < tile.num_rows;
+      const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
+      const int64_t row = batch * params.work.num_rows + tile.begin + Row(r);
+      offset[r] = (row * params.num_row_heads + tile.row_head) * dim + first_column;
+    }
+    if (params.is_float) {
+      float* base = static_cast<float*>(out);
+      float* const rows[2] = {base + offset[0], base + offset[1]};
+      StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+    } else {
+      Element* base = static_cast<Element*>(out);
+      Element* const rows[2] = {base + offset[0], base + offset[1]};
+      StoreRows<Element, kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+    }
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kNumThreads, 1)
+    BackwardKernel(const __grid_constant__ BackwardParams params) {
+  extern __shared__ char memory[];
+  auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
+  const int thread = threadIdx.x;
+  if (thread == 0) {
+    constexpr int kConsumerWarps = 8;
+    InitBarrier(&shared.row_full, 1);
+    InitBarrier(&shared.row_empty, kConsumerWarps);
+#pragma unroll
+    for (int i = 0; i < Config::kXStages; ++i) {
+      InitBarrier(&shared.x_full[i], Config::kByKeys ? 2 : 1);  // TMA, and the statistics.
+      InitBarrier(&shared.x_empty[i], kConsumerWarps);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kYStages; ++i) {
+      InitBarrier(&shared.y_full[i], 1);
+      InitBarrier(&shared.y_empty[i], kConsumerWarps);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+
+  if (thread < kWarpgroup) {
+    GiveRegisters<Config::kProducerRegisters>();
+    if (thread < 32) BackwardProducer<Config>{params, shared, thread}.Run();
+  } else {
+    TakeRegisters<Config::kConsumerRegisters>();
+    BackwardConsumer<Config> consumer{params, shared, thread / kWarpgroup - 1, thread % kWarpgroup};
+    consumer.Run();
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_BACKWARD_KERNEL_CUH_

@@ -1,0 +1,85 @@
+// What launching either kernel takes.
+
+#ifndef JAX_MAGI_CUDA_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_LAUNCH_CUH_
+
+#include <algorithm>
+
+#include "cc/cuda/kernels.h"
+#include "cc/cuda/pipeline.cuh"
+#include "cc/cuda/tensor_map.h"
+
+#define JAX_MAGI_RETURN_IF_BAD(expression) \
+  if (const Status status = (expression); status.message != nullptr) return status
+
+namespace jax_magi::cuda {
+
+// Prepares the workspace on the stream, and says what work there is: each tile for `num_packs`
+// packs of heads.
+inline Status PrepareWork(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                          const LaunchOptions& options, float* max_logits, int num_packs,
+                          int packs_per_section, WorkParams* work) {
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(Prepare(shape, tiling, slices, options.plan != nullptr,
+                                        options.workspace, max_logits, options.stream));
+  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  const bool has_plan = options.plan != nullptr;
+  work->slices = slices;
+  work->num_slices = static_cast<int>(shape.num_slices);
+  work->num_rows = NumRows(shape, tiling);
+  work->num_columns = NumColumns(shape, tiling);
+  work->list = has_plan ? reinterpret_cast<const TileList*>(options.plan)
+                        : reinterpret_cast<const TileList*>(counter + 1);
+  work->counter = counter;
+  work->has_plan = has_plan;
+  work->num_repeats = shape.shared_slices ? static_cast<uint32_t>(shape.batch) : 1;
+  work->packs_per_section = packs_per_section;
+  work->work_per_tile = work->num_repeats * num_packs;
+  work->section_work_per_tile = work->num_repeats * packs_per_section;
+  return {};
+}
+
+// Launches a persistent kernel that may come up before the one that prepares its work has ended.
+template <typename Params>
+Status LaunchPersistent(void (*kernel)(Params), const Params& params, int num_threads,
+                        size_t shared_bytes, int64_t max_work, const LaunchOptions& options) {
+  int device, num_sms;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(
+      std::clamp<int64_t>(num_sms - options.sm_margin, 1, std::max<int64_t>(max_work, 1))));
+  config.blockDim = dim3(num_threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = options.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaLaunchKernelEx(&config, kernel, params));
+  return {};
+}
+
+// A tensor for TMA, and the boxes it is moved in.
+struct TensorBox {
+  DType dtype;
+  const void* data;
+  int64_t length, heads, dim;
+  int box_rows, box_heads;
+  CUtensorMap* map;
+};
+
+inline Status MakeTensorMaps(int64_t batch, std::initializer_list<TensorBox> tensors) {
+  for (const TensorBox& t : tensors) {
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMap(t.dtype, t.data, batch, t.length, t.heads, t.dim,
+                                         t.box_rows, t.box_heads, t.map));
+  }
+  return {};
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_LAUNCH_CUH_
