@@ -53,7 +53,9 @@ def set_up() -> None:
       run(PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", *more.split())
   # Not isolated: the build folder is kept, and only what changed is compiled.
   path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
-  install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--editable", ".")
+  # Verbose, it shows what ptxas says of each kernel: registers, spills.
+  verbosity = "--verbose" if os.environ.get("JAX_MAGI_VERBOSE") else "--quiet"
+  install = ("install", verbosity, "--no-build-isolation", "--no-deps", "--editable", ".")
   run(PYTHON, "-m", "pip", *install, PATH=path)
   stamp.write_text(digest)
 

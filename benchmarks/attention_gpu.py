@@ -1,6 +1,7 @@
 """Times the CUDA kernels beside JAX's cuDNN attention, mask by mask and length by length.
 
-Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass.
+Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass, 2.5 times that
+for a backward pass alone (five products instead of two; what it recomputes does not count).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ LENGTHS = [2**i for i in range(10, 17)]
 # head_dim, query heads, kv heads
 MODELS = [(128, 48, 8), (64, 32, 32)]
 WINDOW = 1024
+# Where the deterministic backward pass is timed, too.
+DETERMINISTIC_LENGTH = 8192
 
 
 def documents(length: int, seed: int = 0, shrink: float = 1.0) -> list[int]:
@@ -131,13 +134,54 @@ def time_forward(lengths: list[int]) -> list[dict]:
   return rows
 
 
+def _backward(attention: Callable, q, k, v) -> tuple[Callable, tuple]:
+  """A jitted backward pass alone, and its arguments: residuals of one forward pass."""
+  out, vjp = jax.jit(lambda q, k, v: jax.vjp(attention, q, k, v))(q, k, v)
+  dout = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
+  return jax.jit(lambda vjp, dout: vjp(dout)), (vjp, dout)
+
+
+def time_backward(lengths: list[int]) -> list[dict]:
+  rows = []
+  for head_dim, num_q_heads, num_kv_heads in MODELS:
+    for length in lengths:
+      q, k, v = _inputs(length, head_dim, num_q_heads, num_kv_heads)
+      for name, make in MASKS.items():
+        if name not in CUDNN and head_dim != 128:
+          continue
+        mask = make(length)
+        flop = 10 * mask.area() * head_dim * num_q_heads
+
+        def ours(q, k, v, mask=mask, deterministic=False):
+          options = {"implementation": "cuda", "deterministic": deterministic}
+          return jax_magi.attention(q, k, v, mask, **options)[0]
+
+        def rate(attention, q=q, k=k, v=v, flop=flop):
+          fun, arguments = _backward(attention, q, k, v)
+          return flop / seconds(fun, *arguments) / 1e12
+
+        row = {"head_dim": head_dim, "length": length, "mask": name, "ours": rate(ours)}
+        if length == DETERMINISTIC_LENGTH:
+          row["deterministic"] = rate(functools.partial(ours, deterministic=True))
+        if name in CUDNN:
+          row["cudnn"] = rate(functools.partial(_cudnn, options=CUDNN[name]))
+        rows.append(row)
+        ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN" if "cudnn" in row else " " * 13
+        slower = ""
+        if "deterministic" in row:
+          slower = f"{100 * (row['ours'] / row['deterministic'] - 1):4.0f}% slower deterministic"
+        rate_text = f"{row['ours']:7.1f} {ratio} {slower}"
+        print(f"  {head_dim:4} {length:6} {name:20} {rate_text}", flush=True)
+  return rows
+
+
 def _compare(versions: list[Callable], arguments: list[tuple]) -> float:
   """How much longer the second takes than the first, as the clock drifts: in turns, many times."""
   ratios = []
-  for i in range(40):
+  for i in range(30):
     times = {}
     for j in (0, 1) if i % 2 else (1, 0):  # Neither is always the first.
-      times[j] = seconds(versions[j], *arguments[j], budget=0.02, repeats=1)
+      times[j] = seconds(versions[j], *arguments[j], budget=0.012, repeats=1)
     ratios.append(times[1] / times[0])
   return statistics.median(ratios) - 1
 
@@ -186,7 +230,7 @@ def time_max_logits(lengths: tuple[int, ...] = (4096, 8192, 16384)) -> list[dict
   return rows
 
 
-def plot(rows: list[dict], path: Path) -> None:
+def plot(rows: list[dict], path: Path, title: str) -> None:
   import matplotlib
 
   matplotlib.use("Agg")
@@ -201,29 +245,41 @@ def plot(rows: list[dict], path: Path) -> None:
       if name in CUDNN:
         ax.plot(lengths, [r["cudnn"] for r in own], "x--", color=f"C{i}", alpha=0.6)
     ax.set_xscale("log", base=2)
-    ax.set(title=f"forward, head_dim {head_dim}, {num_q_heads}/{num_kv_heads} heads")
+    ax.set(title=f"{title}, head_dim {head_dim}, {num_q_heads}/{num_kv_heads} heads")
     ax.set(xlabel="tokens", ylabel="TFLOP/s over visible pairs (dashed: cuDNN)")
   axes[0].legend(fontsize=8)
   figure.savefig(path, dpi=120)
 
 
-def main(json_path: Path | None, plot_path: Path | None) -> None:
+# Part of the benchmark -> its rows.
+PARTS: dict[str, Callable[[], list[dict]]] = {
+  "forward": lambda: time_forward(LENGTHS),
+  "backward": lambda: time_backward([n for n in LENGTHS if 4096 <= n <= 32768]),
+  "max_logits": time_max_logits,
+  "traced_masks": time_traced_masks,
+}
+_TITLES = {
+  "forward": "   dim tokens mask                 TFLOP/s",
+  "backward": "   dim tokens mask                 TFLOP/s, backward alone",
+  "max_logits": "cost of return_max_logits=True",
+  "traced_masks": "cost of a mask that is an argument of the program",
+}
+
+
+def main(json_path: Path | None, plot_path: Path | None, parts: list[str]) -> None:
   device = jax.devices()[0]
   rate = matrix_product_rate()
   print(f"{device.device_kind}, 8192^3 bf16 matrix product {rate:.0f} TFLOP/s")
-  print("   dim tokens mask                 TFLOP/s")
-  rows = time_forward(LENGTHS)
-  print("cost of return_max_logits=True")
-  max_logits = time_max_logits()
-  print("cost of a traced mask")
-  traced_masks = time_traced_masks()
+  results: dict[str, Any] = {"device": device.device_kind}
+  for part in parts or PARTS:
+    print(_TITLES[part])
+    results[part] = PARTS[part]()
   rate_after = matrix_product_rate()
   print(f"matrix product again {rate_after:.0f} TFLOP/s")
+  results["matrix_product"] = [rate, rate_after]
   if json_path:
-    rates = {"matrix_product": [rate, rate_after], "device": device.device_kind}
-    text = json.dumps(
-      {**rates, "forward": rows, "max_logits": max_logits, "traced_masks": traced_masks}, indent=1
-    )
-    json_path.write_text(text + "\n")
+    json_path.write_text(json.dumps(results, indent=1) + "\n")
   if plot_path:
-    plot(rows, plot_path)
+    for part in ("forward", "backward"):
+      if part in results:
+        plot(results[part], plot_path.with_stem(f"{plot_path.stem}_{part}"), part)

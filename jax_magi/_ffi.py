@@ -165,6 +165,8 @@ def attention_backward(
       "deterministic": deterministic,
     }
     num_bytes, num_splits, _ = _cuda_needs(q, k, v, slices, **options, values=None)
+    # As the CUDA kernel reads it: in powers of 2, and no probability for rows that see nothing.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * np.float32(np.log2(np.e)))
   part_dtype = dkv_dtype if num_splits == 1 else np.float32
   dq, *parts, _ = _call(
     _BACKWARD,
@@ -184,4 +186,5 @@ def attention_backward(
     sums = (x.reshape(num_splits, -1, *x.shape[1:]).sum(axis=0) for x in parts)
     parts = [x.astype(dkv_dtype) for x in sums]
   dk, dv = parts
-  return dq, dk, dv
+  # The CUDA kernel leaves the scale to whatever reads dq next.
+  return dq * np.float32(softmax_scale) if platform == "cuda" else dq, dk, dv

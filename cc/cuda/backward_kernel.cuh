@@ -4,6 +4,8 @@
 //
 //   dS = P * (dP - delta),   dV = P^T dout,   dK = scale * dS^T Q,   dQ = scale * dS K
 //
+// (dQ leaves the kernel without the scale: it is cast anyway.)
+//
 // Rows are keys: a tile of k and v stays in shared memory, q and dout stream past it in blocks of
 // columns, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
 // that P^T and dS^T are in registers what the products for dV and dK want; dS goes through shared
@@ -37,7 +39,8 @@ struct BackwardParams {
   uint32_t packs_per_row_head, heads_per_pack;
   int head_dim, value_dim;
   float softmax_scale, softcap;
-  const float *lse, *delta;  // [batch, num_q_heads, q_len]
+  // [batch, num_q_heads, q_len]; lse times log2(e), and +inf for rows that see nothing.
+  const float *lse, *delta;
   // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
   // num_row_heads, dim].
   void *dx, *dy;
@@ -133,10 +136,14 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ void LoadBlocks() {
+    // From right to left: under a causal mask, tiles that run side by side then read the same
+    // queries at about the same time.
     const auto load = [&](int slice, Range columns) {
-      for (; columns.begin < columns.end; columns.begin += Config::kBlockColumns) {
-        LoadX(slice, columns.begin);
-        LoadY(columns.begin);
+      for (; columns.begin < columns.end; columns.end -= Config::kBlockColumns) {
+        // The first block may reach past `end`, as no block begins before 0.
+        const int begin = Max(columns.end - Config::kBlockColumns, 0);
+        LoadX(slice, begin, columns.end);
+        LoadY(begin);
         ++num_loaded;
       }
     };
@@ -147,18 +154,20 @@ struct BackwardProducer {
     return Config::kByKeys ? shared.item.head : shared.item.head / params.group;
   }
 
-  __device__ __forceinline__ void LoadX(int slice_index, int begin) {
+  __device__ __forceinline__ void LoadX(int slice_index, int begin, int end) {
     const int stage = num_loaded % Config::kXStages;
     Wait(&shared.x_empty[stage], num_loaded / Config::kXStages % 2 ^ 1);
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
       Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, slice_index);
       const bool is_last = --shared.item.remaining == 0;
-      const bool is_clean =
-          tile.num_rows == Config::kBlockRows && IsClean(slice, tile, begin, Config::kBlockColumns);
+      const bool is_clean = tile.num_rows == Config::kBlockRows &&
+                            begin + Config::kBlockColumns == end &&
+                            IsClean(slice, tile, begin, Config::kBlockColumns);
       // The next tile's rows may lie in this one's block: hidden here, they add nothing to dQ.
       slice.q_begin = Max(slice.q_begin, tile.begin);
       slice.q_end = Min(slice.q_end, tile.begin + tile.num_rows);
+      slice.k_end = Min(slice.k_end, end);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       shared.head[stage] = shared.item.head;
       ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]));
@@ -170,19 +179,19 @@ struct BackwardProducer {
       }
     }
     if constexpr (Config::kByKeys) {
-      const int64_t first =
-          (int64_t{shared.item.tile.batch} * params.num_q_heads + shared.item.head) * params.q_len;
-#pragma unroll 1  // Registers.
-      for (int i = lane; i < Config::kBlockColumns; i += 32) {
-        const int row = begin + i;
-        const bool is_inside = row < params.q_len;
-        const float lse = is_inside ? params.lse[first + row] : -INFINITY;
-        // A row that sees nothing has no probabilities.
-        shared.lse[stage][i] = lse == -INFINITY ? INFINITY : lse * kLog2E;
-        shared.delta[stage][i] = is_inside ? params.delta[first + row] : 0.0f;
+      const int row = begin + lane;
+      const int64_t offset =
+          (int64_t{shared.item.tile.batch} * params.num_q_heads + shared.item.head) * params.q_len +
+          row;
+#pragma unroll
+      for (int i = 0; i < Config::kBlockColumns; i += 32) {
+        if (Config::kBlockColumns % 32 == 0 || i + lane < Config::kBlockColumns) {
+          const bool is_inside = row + i < params.q_len;
+          CopyWord(&shared.lse[stage][i + lane], params.lse + offset + i, is_inside);
+          CopyWord(&shared.delta[stage][i + lane], params.delta + offset + i, is_inside);
+        }
       }
-      __syncwarp();
-      if (lane == 0) Arrive(&shared.x_full[stage]);
+      ArriveAfterCopies(&shared.x_full[stage]);
     }
   }
 
@@ -231,6 +240,9 @@ struct BackwardConsumer {
   float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
   float dq[Config::kDqQueries / 2];
   float row_lse[2], row_delta[2];  // Where rows are queries.
+  // Where columns are: read ahead of their use, as shared memory is busy with products.
+  static constexpr int kRead = Config::kReadAhead ? kColumns / 8 : 1;
+  float2 lse[kRead], delta[kRead];
 
   __device__ __forceinline__ int RowGroup() const { return Config::kDimGroups == 1 ? group : 0; }
   __device__ __forceinline__ int DimGroup() const { return Config::kDimGroups == 1 ? 0 : group; }
@@ -276,8 +288,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool is_own = Row(r) < tile.num_rows;
-      const float lse = is_own ? params.lse[first + Row(r)] : -INFINITY;
-      row_lse[r] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+      row_lse[r] = is_own ? params.lse[first + Row(r)] : INFINITY;
       row_delta[r] = is_own ? params.delta[first + Row(r)] : 0.0f;
     }
   }
@@ -285,6 +296,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void Compute() {
     Wait(&shared.x_full[x_ring.stage], x_ring.phase);
     IssueScores(x_ring.stage);
+    ReadAhead(shared.lse[x_ring.stage], lse);
     WaitWgmma<0>();
     // No product is in flight from one turn of the loop to the next, or ptxas would run all
     // products one by one.
@@ -299,6 +311,7 @@ struct BackwardConsumer {
       if (flags & kMasked) Hide(shared.block[x_stage]);
       if constexpr (Config::kHasSoftcap) {
         CapScores();
+        ReadAhead(shared.delta[x_stage], delta);
         WaitWgmma<0>();
         FenceRegisters(dp);
         CappedGradients(x_stage);
@@ -307,6 +320,7 @@ struct BackwardConsumer {
         Probabilities(x_stage);
         if constexpr (Config::kByKeys) {
           IssueDy(y_stage);
+          ReadAhead(shared.delta[x_stage], delta);
           WaitWgmma<1>();
         } else {
           WaitWgmma<0>();
@@ -350,8 +364,21 @@ struct BackwardConsumer {
         FenceRegisters(dx);
       }
       Release(&shared.x_empty[x_stage]);
+      ReadAhead(shared.lse[x_ring.stage], lse);
       WaitWgmma<0>();
     }
+  }
+
+  __device__ __forceinline__ void ReadAhead(const float* source, float2 (&destination)[kRead]) {
+    if constexpr (Config::kReadAhead) {
+#pragma unroll
+      for (int i = 0; i < kRead; ++i) destination[i] = ReadPair(source, i);
+    }
+  }
+
+  // The statistics of columns 8 * i + 2 * (thread % 4) and the one after it.
+  __device__ __forceinline__ float2 ReadPair(const float* source, int i) const {
+    return *reinterpret_cast<const float2*>(source + 8 * i + 2 * (thread % 4));
   }
 
   // After the last block these are of no use, but must not depend on a condition.
@@ -363,6 +390,7 @@ struct BackwardConsumer {
   // --- Products ---
 
   __device__ __forceinline__ void IssueScores(int stage) {
+    stage = __shfl_sync(~0u, stage, 0);  // The same in a warp, for the compiler.
     FenceRegisters(scores);
     FenceWgmma();
     MultiplyRowsKeys<Element, kColumns, Config::kHeadDim>(
@@ -422,14 +450,14 @@ struct BackwardConsumer {
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }
 
-  // The statistics of columns 8 * i + 2 * (thread % 4) and the one after it, for row `r`.
+  // The statistics of pair `i` of columns and row `r`.
   __device__ __forceinline__ float2 Lse(int stage, int i, int r) const {
     if constexpr (!Config::kByKeys) return make_float2(row_lse[r], row_lse[r]);
-    return *reinterpret_cast<const float2*>(&shared.lse[stage][8 * i + 2 * (thread % 4)]);
+    return Config::kReadAhead ? lse[i] : ReadPair(shared.lse[stage], i);
   }
   __device__ __forceinline__ float2 Delta(int stage, int i, int r) const {
     if constexpr (!Config::kByKeys) return make_float2(row_delta[r], row_delta[r]);
-    return *reinterpret_cast<const float2*>(&shared.delta[stage][8 * i + 2 * (thread % 4)]);
+    return Config::kReadAhead ? delta[i] : ReadPair(shared.delta[stage], i);
   }
 
   // Calls fun(e, lse, delta) for elements 2 * e and 2 * e + 1 of the block, in which a thread has
@@ -511,15 +539,12 @@ struct BackwardConsumer {
     constexpr int kHalf = Config::kDqQueries * 32;
     float* box = shared.dq + group * 2 * kHalf;
 #pragma unroll
-    for (int i = 0; i < Config::kDqQueries / 8; ++i) {
+    for (int e = 0; e < 4; ++e) {
+      const int query = 2 * (lane % 4) + e % 2;                // Of 8.
+      const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
+      float* column = box + warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int query = 8 * i + 2 * (lane % 4) + e % 2;
-        const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
-        const int chunk = (dim / 4) ^ (query % 8);
-        box[warp / 2 * kHalf + query * 32 + chunk * 4 + dim % 4] =
-            dq[4 * i + e] * params.softmax_scale;
-      }
+      for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = dq[4 * i + e];
     }
     FenceAsyncProxy();
     NamedSync(kDqWritten + group, kWarpgroup);
@@ -537,7 +562,9 @@ struct BackwardConsumer {
   // --- Epilogue ---
 
   __device__ __forceinline__ void Store(const RowTileInfo& tile) {
-    StoreGradient<kXDims>(tile, dx, params.softmax_scale, params.dx, params.head_dim);
+    // dQ is scaled when it is cast.
+    const float factor = Config::kByKeys ? params.softmax_scale : 1.0f;
+    StoreGradient<kXDims>(tile, dx, factor, params.dx, params.head_dim);
     if constexpr (Config::kByKeys) {
       StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
     }
@@ -581,7 +608,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitBarrier(&shared.row_empty, kConsumerWarps);
 #pragma unroll
     for (int i = 0; i < Config::kXStages; ++i) {
-      InitBarrier(&shared.x_full[i], Config::kByKeys ? 2 : 1);  // TMA, and the statistics.
+      InitBarrier(&shared.x_full[i], Config::kByKeys ? 1 + 32 : 1);  // TMA, and the statistics.
       InitBarrier(&shared.x_empty[i], kConsumerWarps);
     }
 #pragma unroll
@@ -598,7 +625,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (thread < 32) BackwardProducer<Config>{params, shared, thread}.Run();
   } else {
     TakeRegisters<Config::kConsumerRegisters>();
-    BackwardConsumer<Config> consumer{params, shared, thread / kWarpgroup - 1, thread % kWarpgroup};
+    // By a shuffle, so that the compiler knows it to be the same in a warp.
+    const int group = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
+    BackwardConsumer<Config> consumer{params, shared, group, thread % kWarpgroup};
     consumer.Run();
   }
 }

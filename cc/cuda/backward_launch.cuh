@@ -11,9 +11,9 @@ namespace jax_magi::cuda {
 template <typename Config>
 constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, Config::kByKeys};
 
-// So much work is begun at once that blocks of threads rarely wait for one another at the end, and
-// no more, so that they read the same queries at about the same time.
-constexpr int64_t kWorkPerSection = 4 * 132;
+// About as much work at once as blocks of threads that run at once, and no more: they then read the
+// same queries at about the same time.
+constexpr int64_t kWorkPerSection = 2 * 132;
 
 template <typename Config>
 Status LaunchBackwardPart(const BackwardArgs& args, int num_splits, const LaunchOptions& options) {
@@ -26,8 +26,8 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_splits, const Launch
   const int64_t num_tiles =
       std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
   int64_t heads_per_section =
-      std::clamp<int64_t>(kWorkPerSection / (num_tiles * num_splits) + 1, 1, num_row_heads);
-  while (num_row_heads % heads_per_section) ++heads_per_section;
+      std::clamp<int64_t>(kWorkPerSection / (num_tiles * num_splits), 1, num_row_heads);
+  while (num_row_heads % heads_per_section) --heads_per_section;
   BackwardParams params;
   JAX_MAGI_RETURN_IF_BAD(PrepareWork(shape, kTiling, args.slices, options, /*max_logits=*/nullptr,
                                      num_packs, static_cast<int>(heads_per_section) * num_splits,

@@ -68,12 +68,12 @@ struct BackwardTile;
 template <bool kHasSoftcap>
 struct BackwardTile<64, kHasSoftcap> {
   static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
-  static constexpr int kXStages = 2, kYStages = 2;
+  static constexpr int kXStages = 3, kYStages = 2;
 };
 template <bool kHasSoftcap>
 struct BackwardTile<128, kHasSoftcap> {
   static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 48 : 64;
-  static constexpr int kXStages = 2, kYStages = 2;
+  static constexpr int kXStages = 3, kYStages = 2;
 };
 template <bool kHasSoftcap>
 struct BackwardTile<256, kHasSoftcap> {
@@ -89,6 +89,7 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_> {
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
+  static constexpr bool kReadAhead = kByKeys && Tile::kBlockColumns <= 64;  // Registers.
   static constexpr int kBlockRows = 128 / Tile::kDimGroups;
   // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
   // queries.

@@ -84,6 +84,18 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Copies 4 bytes, or zero where `is_inside` is false.
+__device__ __forceinline__ void CopyWord(void* dst, const void* src, bool is_inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(dst)), "l"(src),
+               "r"(is_inside ? 4 : 0)
+               : "memory");
+}
+// Arrives when this thread's copies are there.
+__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
+}
+
 // Loads a box at (dim, head, row, batch) of a [batch, rows, heads, dim] tensor.
 __device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrier, void* dst,
                                         int dim, int head, int row, int batch) {
@@ -182,6 +194,11 @@ __device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t 
          (SharedAddress(tile) >> 4);
 }
 
+// A descriptor `offset` units further on. Addresses are in the lower half, and never leave it.
+__device__ __forceinline__ uint64_t Advance(uint64_t descriptor, uint32_t offset) {
+  return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + offset);
+}
+
 template <typename Atom, int... kIndex>
 __device__ __forceinline__ void WgmmaShared(uint64_t a, uint64_t b, float* d, bool accumulate,
                                             std::integer_sequence<int, kIndex...>) {
@@ -208,9 +225,9 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
-    WgmmaShared<Atom>(rows + panel * (rows_bytes / 16) + offset,
-                      keys + panel * (keys_bytes / 16) + offset, scores, /*accumulate=*/step > 0,
-                      std::make_integer_sequence<int, kN / 2>());
+    WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
+                      Advance(keys, panel * (keys_bytes / 16) + offset), scores,
+                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
   }
 }
 
@@ -224,8 +241,8 @@ __device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[
                         cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
 #pragma unroll
   for (int step = 0; step < kN / 16; ++step) {
-    WgmmaRegister<Atom>(p + 4 * step, values + step * 2 * kAtomOffset, out, /*accumulate=*/true,
-                        std::make_integer_sequence<int, kDim / 2>());
+    WgmmaRegister<Atom>(p + 4 * step, Advance(values, step * 2 * kAtomOffset), out,
+                        /*accumulate=*/true, std::make_integer_sequence<int, kDim / 2>());
   }
 }
 
@@ -240,8 +257,9 @@ __device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t r
 #pragma unroll
   for (int step = 0; step < kK / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaShared<Atom>(columns + step * 2 * kAtomOffset, rows + panel * (rows_bytes / 16) + offset,
-                      out, /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+    WgmmaShared<Atom>(Advance(columns, step * 2 * kAtomOffset),
+                      Advance(rows, panel * (rows_bytes / 16) + offset), out,
+                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
   }
 }
 

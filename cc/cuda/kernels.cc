@@ -14,7 +14,7 @@ constexpr DType kDTypeOf<cutlass::bfloat16_t> = DType::kBF16;
 template <>
 constexpr DType kDTypeOf<cutlass::half_t> = DType::kF16;
 
-// What was built. Smaller head dims first: the first that holds the call's is taken.
+// What was built.
 struct ForwardEntry {
   int64_t head_dim, value_dim;
   DType dtype;
@@ -40,15 +40,19 @@ struct BackwardEntry {
 const BackwardEntry kBackward[] = {JAX_MAGI_BACKWARD_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
+// The smallest that holds the call's head dims.
 template <typename Entry, size_t kCount>
 const Entry* Find(const Entry (&entries)[kCount], const AttentionShape& shape, DType dtype) {
+  const Entry* found = nullptr;
   for (const Entry& entry : entries) {
-    if (entry.dtype == dtype && shape.head_dim <= entry.head_dim &&
-        shape.value_dim <= entry.value_dim) {
-      return &entry;
+    const bool fits = entry.dtype == dtype && shape.head_dim <= entry.head_dim &&
+                      shape.value_dim <= entry.value_dim;
+    if (fits && (found == nullptr ||
+                 entry.head_dim + entry.value_dim < found->head_dim + found->value_dim)) {
+      found = &entry;
     }
   }
-  return nullptr;
+  return found;
 }
 
 const Status kNotBuilt = {"no variant of the kernel was built for this element type and head dim",
@@ -98,8 +102,8 @@ int64_t BackwardWorkspace(const AttentionShape& shape, DType dtype, bool has_sof
 int BackwardSplits(const AttentionShape& shape, DType dtype, bool has_softcap) {
   const Tiling tiling = BackwardTiling(shape, dtype, has_softcap);
   if (tiling.num_rows == 0 || shape.num_kv_heads == 0) return 1;
-  // Half as much work again as a large GPU has multiprocessors, if there are enough heads.
-  constexpr int64_t kEnough = 200;
+  // Four times as much work as the GPU has multiprocessors: under a causal mask it is uneven.
+  constexpr int64_t kEnough = 500;
   const int64_t num_tiles =
       shape.batch * shape.num_kv_heads * CeilDiv(NumRows(shape, tiling), tiling.num_rows);
   int num_splits = 1;
