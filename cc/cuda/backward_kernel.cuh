@@ -234,8 +234,8 @@ struct BackwardConsumer {
   RingPosition<Config::kYStages> y_ring;
   int ds_stage = 0;
 
-  float scores[kColumns / 2];  // Then probabilities.
-  float dp[kColumns / 2];      // Then dS.
+  float scores[kColumns / 2];  // With a cap, then tanh.
+  float dp[kColumns / 2];
   uint32_t p[kColumns / 4], ds[kColumns / 4];
   float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
   float dq[Config::kDqQueries / 2];

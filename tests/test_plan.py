@@ -1,0 +1,75 @@
+"""Lists of tiles that the CUDA kernels get for concrete masks: made on the host, without a GPU."""
+
+import numpy as np
+import pytest
+
+from jax_magi import AttentionMask
+
+cuda = pytest.importorskip("jax_magi._cuda")
+
+MASKS = {
+  "full": AttentionMask.full(1000),
+  "causal": AttentionMask.causal(1000),
+  "window": AttentionMask.sliding_window(3000, left=1023),
+  "documents": AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000], causal=True),
+  "tiny_documents": AttentionMask.from_cu_seqlens(np.arange(0, 1001, 10), causal=True),
+  "rectangle": AttentionMask.causal(300, 1000),
+  "few_queries": AttentionMask.causal(5, 1000),
+  "nothing": AttentionMask.full(1000).crop(0, 1000, 2000, 3000),
+}
+
+
+def _tiles(mask, *, is_backward, group=4):
+  shapes = ((1, mask.q_len, 2 * group, 128), (1, mask.k_len, 2, 128), 128)
+  slices = np.asarray(mask.slices)
+  call = (*shapes, (1, *slices.shape), True, False, is_backward, False)
+  _, _, plan = cuda.needs(*call, slices.tobytes())
+  words = np.frombuffer(plan, np.int32).reshape(-1, 8)
+  assert words[0, 0] == len(words) - 1
+  batch, begin, num_rows, num_blocks = words[1:, :4].T
+  assert (batch == 0).all()
+  return begin, num_rows, num_blocks
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_row_is_in_one_tile(name, is_backward):
+  mask = MASKS[name]
+  begin, num_rows, num_blocks = _tiles(mask, is_backward=is_backward)
+  length = mask.k_len if is_backward else mask.q_len
+  counts = np.zeros(length, int)
+  for first, count in zip(begin, num_rows, strict=True):
+    counts[first : first + count] += 1
+  assert (counts == 1).all()
+  assert (np.diff(num_blocks) <= 0).all(), "the heaviest first"
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_hold_what_is_visible_and_little_more(name, is_backward):
+  mask = MASKS[name]
+  dense = mask.to_dense().T if is_backward else mask.to_dense()
+  columns = 64 if is_backward else 128  # Of a block, at head_dim 128.
+  for first, count, blocks in zip(*_tiles(mask, is_backward=is_backward), strict=True):
+    seen = np.flatnonzero(dense[first : first + count].any(axis=0))
+    assert (blocks == 0) == (len(seen) == 0)
+    assert blocks * columns >= len(seen)
+    if name != "tiny_documents":  # There a tile has many slices, and a block for each.
+      assert blocks * columns < len(seen) + columns * 2
+
+
+def test_tiles_are_cut_where_documents_begin():
+  begin, _, _ = _tiles(MASKS["documents"], is_backward=False)
+  assert {0, 700, 1700, 1900} <= set(begin.tolist())
+
+
+def test_few_queries_share_a_tile_with_other_heads():
+  """Rows of a tile: 128, or as many as are left when it holds several heads."""
+  *_, blocks = _tiles(MASKS["few_queries"], is_backward=False, group=4)
+  assert len(blocks) == 1
+
+
+def test_slices_of_another_length_are_refused():
+  shapes = ((1, 8, 2, 64), (1, 8, 2, 64), 64, (1, 3, 6))
+  with pytest.raises(ValueError, match="one slice list"):
+    cuda.needs(*shapes, True, False, False, False, b"1234")
