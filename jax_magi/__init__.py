@@ -1,5 +1,6 @@
 """Flexible, exact attention for JAX."""
 
+from jax_magi import optim
 from jax_magi._attention import (
   AttnForwardMeta,
   attention,
@@ -19,4 +20,5 @@ __all__ = [
   "dot_product_attention",
   "flex_flash_attn_func",
   "merge_attention",
+  "optim",
 ]

@@ -1,0 +1,98 @@
+"""Maxima of attention logits, as values: how they are joined, and what is wrong with them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_MAX_NAMED = 8  # Heads in one message.
+_logger = logging.getLogger("jax_magi")
+
+
+def reduce_max_logits(
+  max_logits: Any,
+  axis: int | Sequence[int] | None = None,
+  *,
+  axis_name: str | Sequence[str] | None = None,
+) -> Any:
+  """The maximum over microbatches, batch and devices, with which `qk_clip` works.
+
+  A NaN becomes +inf, which is reported just the same: XLA drops NaN from a maximum over devices,
+  also where it splits `jnp.max` itself.
+
+  Args:
+    max_logits: an array, or any tree of them; for example `[microbatches, layers, batch, heads]`.
+    axis: axes of the arrays to reduce over: batch, microbatches. Never layers: each clips by its
+      own.
+    axis_name: mesh axes to reduce over, inside `jax.shard_map`: data and context parallel ones.
+
+  Returns:
+    The same without `axis`. No gradient flows through.
+  """
+
+  def reduce(x):
+    x = lax.stop_gradient(jnp.asarray(x))
+    x = jnp.where(jnp.isnan(x), jnp.inf, x)
+    if axis is not None:
+      axes = tuple(axis) if isinstance(axis, Sequence) else axis
+      x = x.max(axis=axes, initial=-jnp.inf)
+    return x if axis_name is None else lax.pmax(x, axis_name)
+
+  return jax.tree.map(reduce, max_logits)
+
+
+def is_broken(max_logits: Any) -> Any:
+  """Where the maximum is NaN or +inf. -inf is a head that saw no pair."""
+  return ~(max_logits < np.inf)
+
+
+def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
+  """Raises for maxima that are NaN or +inf, by group of layers; logs where they are traced."""
+  broken = {name: is_broken(x) for name, x in statistics.items()}
+  if not any(isinstance(x, jax.core.Tracer) for x in broken.values()):
+    raise_if_any(broken)
+    return
+
+  def tell(broken):
+    jax.debug.callback(functools.partial(_log_any, list(broken)), list(broken.values()))
+
+  # In a branch, so that the host is only called when there is something to tell.
+  is_any = functools.reduce(jnp.logical_or, [x.any() for x in broken.values()])
+  lax.cond(is_any, lambda: tell(broken), lambda: None)
+
+
+def raise_if_any(broken: Mapping[str | None, Any]) -> None:
+  """Raises `FloatingPointError` that names the heads that are marked."""
+  text = _describe(broken)
+  if text:
+    raise FloatingPointError(text)
+
+
+def _log_any(names: Sequence[str | None], broken: Sequence[Any]) -> None:
+  # Under vmap both branches run, so there may be nothing to tell.
+  text = _describe(dict(zip(names, broken, strict=True)))
+  if text:
+    _logger.error("%s; QK-Clip leaves their weights as they are", text)
+
+
+def _describe(broken: Mapping[str | None, Any]) -> str:
+  """Names the marked heads of `[heads]` or `[layers, heads]` arrays; empty if there are none."""
+  heads = [
+    ("" if name is None else f"{name} ") + _position(index)
+    for name, where in broken.items()
+    for index in np.argwhere(np.asarray(where))
+  ]
+  more = f", and {len(heads) - _MAX_NAMED} more" if len(heads) > _MAX_NAMED else ""
+  return f"max_logits are NaN or +inf at {', '.join(heads[:_MAX_NAMED])}{more}" if heads else ""
+
+
+def _position(index: Any) -> str:
+  words = {1: "head {}", 2: "layer {} head {}"}
+  return words[len(index)].format(*index) if len(index) in words else str(index.tolist())
