@@ -1,14 +1,22 @@
-"""QK-Clip: keeps attention logits at a threshold by scaling query and key projections."""
+"""Muon QK-Clip: keeps attention logits at a threshold by scaling query and key projections.
+
+Optax is needed by `qk_clip` and `muon_clip` alone.
+"""
 
 from jax_magi.optim._clip import apply_qk_clip, qk_clip_gamma
 from jax_magi.optim._projections import MlaProjections, Projection, QkProjections
 from jax_magi.optim._statistics import reduce_max_logits
+from jax_magi.optim._transforms import QkClipState, muon_clip, qk_clip, raise_if_broken
 
 __all__ = [
   "MlaProjections",
   "Projection",
+  "QkClipState",
   "QkProjections",
   "apply_qk_clip",
+  "muon_clip",
+  "qk_clip",
   "qk_clip_gamma",
+  "raise_if_broken",
   "reduce_max_logits",
 ]
