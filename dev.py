@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Development commands. Each sets up what it needs, in `.venv` and `build/`, on first use.
 
-python3 dev.py demo    run the quick-start example
+python3 dev.py demo    train a small GPT with and without QK-Clip, and plot it
 python3 dev.py test    run the tests (extra arguments go to pytest)
 python3 dev.py lint    check formatting, lint and types
 python3 dev.py bench   time attention against XLA's (extra arguments go to the benchmark)
@@ -61,8 +61,8 @@ def set_up() -> None:
 
 
 def demo(*arguments: str) -> None:
-  """Runs the quick-start example."""
-  run(PYTHON, "examples/quick_start.py", *arguments)
+  """Trains a small GPT with and without QK-Clip, and plots it."""
+  run(PYTHON, "examples/muon_qk_clip.py", "--compare", *arguments)
 
 
 def test(*arguments: str) -> None:

@@ -1,0 +1,49 @@
+"""The examples run, and show what they say."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _load(name):
+  spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # Dataclasses look their module up.
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_gpt_is_held_at_the_threshold_and_runs_away_without():
+  example = _load("muon_qk_clip")
+  config = example.dataclasses.replace(example.Config(), num_layers=2, num_steps=40)
+  histories = {clip: example.train(config, clip) for clip in (False, True)}
+  last = {clip: history["max_logit"][-10:] for clip, history in histories.items()}
+  assert min(last[False]) > 2 * config.threshold
+  assert max(last[True]) < 1.3 * config.threshold
+  assert histories[True]["loss"][-1] < histories[False]["loss"][-1]
+
+
+def test_quick_start(tmp_path):
+  command = [sys.executable, "examples/quick_start.py", "--out", str(tmp_path)]
+  done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+  assert "compilations for two masks: 1" in done.stdout
+  assert (tmp_path / "quick_start_mask.png").stat().st_size > 1000
+
+
+def test_command_line_writes_plot_and_figures(tmp_path):
+  command = [sys.executable, "examples/muon_qk_clip.py", "--no-clip", "--num-steps", "2"]
+  outputs = ["--plot", str(tmp_path / "new" / "plot.png"), "--json", str(tmp_path / "figures.json")]
+  done = subprocess.run([*command, *outputs], cwd=ROOT, check=True, capture_output=True, text=True)
+  assert "without QK-Clip" in done.stdout and "2/2" in done.stdout
+  assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
+  results = json.loads((tmp_path / "figures.json").read_text())
+  (run,) = results["runs"]
+  assert results["config"]["num_steps"] == 2 and not run["clip"]
+  assert len(run["loss"]) == len(run["max_logit"]) == 2
+  again = ["--from-json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "again.png")]
+  subprocess.run([*command[:2], *again], cwd=ROOT, check=True)
+  assert (tmp_path / "again.png").stat().st_size == (tmp_path / "new" / "plot.png").stat().st_size
