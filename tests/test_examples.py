@@ -1,10 +1,14 @@
-"""The examples run, and show what they say."""
+"""The examples run, and the documentation shows what runs."""
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -15,6 +19,26 @@ def _load(name):
   sys.modules[name] = module  # Dataclasses look their module up.
   spec.loader.exec_module(module)
   return module
+
+
+@pytest.mark.parametrize("name", ["qk_clip_linen", "qk_clip_nnx"])
+def test_flax_example_holds_logits_at_the_threshold(name):
+  module = _load(name)
+  history = np.array(module.main())
+  assert history.shape == (40, module.NUM_LAYERS, module.NUM_Q_HEADS)
+  # They start above the threshold, and with every step want to grow: without the clip, past 8.
+  assert history[0].max() > module.THRESHOLD
+  assert module.THRESHOLD < history[-10:].max() < 1.2 * module.THRESHOLD
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx"])
+def test_documentation_shows_what_runs(name):
+  text = (ROOT / "docs" / "qk_clip.md").read_text()
+  (section,) = re.findall(rf"^## Flax {name}$(.*?)(?=^## |\Z)", text, re.I | re.M | re.S)
+  blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+  assert len(blocks) == 2
+  for block in blocks:
+    assert block in (ROOT / "examples" / f"qk_clip_{name}.py").read_text()
 
 
 def test_gpt_is_held_at_the_threshold_and_runs_away_without():
