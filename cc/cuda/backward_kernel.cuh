@@ -606,16 +606,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     constexpr int kConsumerWarps = 8;
     InitBarrier(&shared.row_full, 1);
     InitBarrier(&shared.row_empty, kConsumerWarps);
-#pragma unroll
-    for (int i = 0; i < Config::kXStages; ++i) {
-      InitBarrier(&shared.x_full[i], Config::kByKeys ? 1 + 32 : 1);  // TMA, and the statistics.
-      InitBarrier(&shared.x_empty[i], kConsumerWarps);
-    }
-#pragma unroll
-    for (int i = 0; i < Config::kYStages; ++i) {
-      InitBarrier(&shared.y_full[i], 1);
-      InitBarrier(&shared.y_empty[i], kConsumerWarps);
-    }
+    // Columns: TMA, and each lane's copies of the statistics.
+    InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumerWarps);
+    InitRing(shared.y_full, shared.y_empty, 1, kConsumerWarps);
     FenceBarrierInit();
   }
   __syncthreads();

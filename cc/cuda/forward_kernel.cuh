@@ -370,21 +370,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     PrefetchTensorMap(&params.k_map);
     PrefetchTensorMap(&params.v_map);
     constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-#pragma unroll
-    for (int i = 0; i < Config::kQStages; ++i) {
-      InitBarrier(&shared.q_full[i], 1);
-      InitBarrier(&shared.q_empty[i], kConsumerWarps);
-    }
-#pragma unroll
-    for (int i = 0; i < Config::kKStages; ++i) {
-      InitBarrier(&shared.k_full[i], 1);
-      InitBarrier(&shared.k_empty[i], kConsumerWarps);
-    }
-#pragma unroll
-    for (int i = 0; i < Config::kVStages; ++i) {
-      InitBarrier(&shared.v_full[i], 1);
-      InitBarrier(&shared.v_empty[i], kConsumerWarps);
-    }
+    InitRing(shared.q_full, shared.q_empty, 1, kConsumerWarps);
+    InitRing(shared.k_full, shared.k_empty, 1, kConsumerWarps);
+    InitRing(shared.v_full, shared.v_empty, 1, kConsumerWarps);
     FenceBarrierInit();
   }
   __syncthreads();

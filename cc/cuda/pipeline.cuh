@@ -45,6 +45,18 @@ struct RingPosition {
   }
 };
 
+// A ring's barriers. `full` completes with `num_arrivals` of the producer, `empty` with one thread
+// of every consumer warp.
+template <int kStages>
+__device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
+                                         int num_arrivals, int num_consumer_warps) {
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    InitBarrier(&full[i], num_arrivals);
+    InitBarrier(&empty[i], num_consumer_warps);
+  }
+}
+
 // Producers have few registers: what they know of the tile stays in shared memory.
 struct WorkItem {
   Tile tile;
