@@ -44,7 +44,8 @@ def set_up() -> None:
       *config["project"]["dependencies"],
       *config["project"]["optional-dependencies"]["dev"],
     ]
-    venv.create(VENV, with_pip=True)
+    # As `python -m venv` does it, so that one made by hand is welcome too.
+    venv.create(VENV, with_pip=True, symlinks=os.name != "nt")
     run(PYTHON, "-m", "pip", "install", "--quiet", *requirements)
     command = [str(PYTHON), "build_backend.py"]
     more = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
