@@ -1,0 +1,55 @@
+"""The small model that QK-Clip's training tests share: stacked layers, grouped heads."""
+
+import functools
+
+import jax
+import numpy as np
+
+from jax_magi.optim import Projection, QkProjections
+
+EMBED, HEADS, KV_HEADS, DIM, HIDDEN, LAYERS = 16, 4, 2, 8, 24, 3
+LAYOUT = "layers embed -> heads dim"
+PROJECTIONS = QkProjections(q=Projection("q", LAYOUT), k=Projection("k", LAYOUT))
+MATRICES = {
+  "v": LAYOUT,
+  "o": "layers heads dim -> embed",
+  "up": "layers embed -> hidden",
+  "down": "layers hidden -> embed",
+}
+
+
+# Every program here is small and runs a few times: optimising it would be most of the tests' time.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def normal(seed, *shape):
+  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def make_params():
+  return {
+    "embedding": normal(0, 32, EMBED),
+    "q": normal(1, LAYERS, EMBED, HEADS, DIM),
+    "k": normal(2, LAYERS, EMBED, KV_HEADS, DIM),
+    "v": normal(3, LAYERS, EMBED, KV_HEADS, DIM),
+    "o": normal(4, LAYERS, HEADS, DIM, EMBED),
+    "up": normal(5, LAYERS, EMBED, HIDDEN),
+    "down": normal(6, LAYERS, HIDDEN, EMBED),
+    "norm": np.ones((LAYERS, EMBED), np.float32),
+  }
+
+
+def make_grads(count):
+  return [{k: normal(100 * i + n, *x.shape) for n, (k, x) in enumerate(make_params().items())}
+          for i in range(1, count + 1)]  # fmt: skip
+
+
+def make_statistics(count, value=30.0):
+  return np.full((count, LAYERS, HEADS), value, np.float32)
+
+
+def broken_statistics(value):
+  """Head 1 of layer 0 is broken, head 3 of layer 1 is hot."""
+  statistics = make_statistics(1)[0]
+  statistics[0, 1], statistics[1, 3] = value, 400.0
+  return statistics
