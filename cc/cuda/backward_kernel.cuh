@@ -9,7 +9,7 @@
 // Rows are keys: a tile of k and v stays in shared memory, q and dout stream past it in blocks of
 // columns, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
 // that P^T and dS^T are in registers what the products for dV and dK want; dS goes through shared
-// memory to the product for dQ, whose tiles are added to memory by TMA.
+// memory to the product for dQ, whose tiles other warps add to memory by TMA.
 //
 // The order of those additions is not fixed. Where the result must be the same bit for bit, the
 // kernel runs twice instead: for dK and dV alone, and with the roles of queries and keys exchanged
@@ -28,8 +28,6 @@ namespace jax_magi::cuda {
 
 // --- Consumer: a warpgroup with 64 rows, or with half the dims of all 64 ---
 
-enum BackwardBarrier { kDsWritten = 1, kDqWritten = 2 };
-
 template <typename Config>
 struct BackwardConsumer {
   using Element = typename Config::Element;
@@ -45,7 +43,6 @@ struct BackwardConsumer {
   int group;   // Which consumer warpgroup.
   int thread;  // In the warpgroup.
   SoftmaxScale scale;
-  RingPosition<1> row_ring;
   RingPosition<Config::kXStages> x_ring;
   RingPosition<Config::kYStages> y_ring;
   int ds_stage = 0;
@@ -73,9 +70,8 @@ struct BackwardConsumer {
     } else {
       scale = {params.softmax_scale * kLog2E, 0.0f};
     }
-    while (true) {
-      Wait(&shared.row_full, row_ring.phase);
-      row_ring.Advance();
+    for (uint32_t phase = 0;;) {
+      Wait(&shared.row_full, phase);
       if (shared.tile.num_blocks < 0) break;
 #pragma unroll
       for (float& x : dx) x = 0.0f;
@@ -84,17 +80,15 @@ struct BackwardConsumer {
       if constexpr (!Config::kByKeys) LoadRowStatistics();
       if (shared.tile.num_blocks > 0) Compute();
       const RowTileInfo tile = shared.tile;
+      phase = tile.next_phase;  // From there, as no register lasts through Compute().
       Release(&shared.row_empty);
       Store(tile);
     }
     if constexpr (Config::kHasDq) {
-      if (thread == 0) WaitReduce();
+      NamedSync(kDqFree + group, kDqThreads);
+      if (thread == 0) shared.dq_target[group].dim = -1;
+      NamedArrive(kDqWritten + group, kDqThreads);
     }
-  }
-
-  __device__ __forceinline__ void Release(uint64_t* barrier) {
-    __syncwarp();
-    if (thread % 32 == 0) Arrive(barrier);
   }
 
   __device__ __forceinline__ void LoadRowStatistics() {
@@ -150,18 +144,13 @@ struct BackwardConsumer {
         WaitWgmma<1>();
         FenceRegisters(dy);
       }
-      Release(&shared.y_empty[y_stage]);
+      ReleaseByWarp(&shared.y_empty[y_stage], thread);
       x_ring.Advance();
       if constexpr (Config::kHasDq) {
-        if (thread == 0) WaitReduceRead();
         FenceAsyncProxy();
-        NamedSync(kDsWritten, 2 * kWarpgroup);  // And dq is free again.
+        NamedSync(kDsWritten, 2 * kWarpgroup);
 #pragma unroll
         for (int step = 0; step < Config::kDqSteps; ++step) {
-          if (step > 0) {
-            if (thread == 0) WaitReduceRead();
-            NamedSync(kDqWritten + group, kWarpgroup);
-          }
           IssueDq(step);
           if (step < Config::kDqSteps - 1) {
             WaitWgmma<0>();
@@ -354,6 +343,7 @@ struct BackwardConsumer {
     const int lane = thread % 32, warp = thread / 32;
     constexpr int kHalf = Config::kDqQueries * 32;
     float* box = shared.dq + group * 2 * kHalf;
+    NamedSync(kDqFree + group, kDqThreads);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int query = 2 * (lane % 4) + e % 2;                // Of 8.
@@ -362,17 +352,12 @@ struct BackwardConsumer {
 #pragma unroll
       for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = dq[4 * i + e];
     }
-    FenceAsyncProxy();
-    NamedSync(kDqWritten + group, kWarpgroup);
     if (thread == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ReduceAddBox(&params.dq_map, box + half * kHalf, DqPanel(step) * 64 + half * 32,
-                     shared.head[stage], shared.block[stage].begin + DqFirstQuery(),
-                     shared.tile.batch);
-      }
-      CommitReduce();
+      shared.dq_target[group] = {DqPanel(step) * 64, shared.head[stage],
+                                 shared.block[stage].begin + DqFirstQuery(), shared.tile.batch};
     }
+    FenceAsyncProxy();
+    NamedArrive(kDqWritten + group, kDqThreads);
   }
 
   // --- Epilogue ---
@@ -419,19 +404,24 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
   const int thread = threadIdx.x;
   if (thread == 0) {
-    constexpr int kConsumerWarps = 8;
+    constexpr int kConsumers = 2 * kWarpgroup;
     InitBarrier(&shared.row_full, 1);
-    InitBarrier(&shared.row_empty, kConsumerWarps);
+    InitBarrier(&shared.row_empty, kConsumers);
     // Columns: TMA, and each lane's copies of the statistics.
-    InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumerWarps);
-    InitRing(shared.y_full, shared.y_empty, 1, kConsumerWarps);
+    InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumers);
+    InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     FenceBarrierInit();
   }
   __syncthreads();
 
   if (thread < kWarpgroup) {
     GiveRegisters<Config::kProducerRegisters>();
-    if (thread < 32) BackwardProducer<Config>{params, shared, thread}.Run();
+    const int warp = __shfl_sync(~0u, thread / 32, 0);
+    if (warp == 0) {
+      BackwardProducer<Config>{params, shared, thread % 32}.Run();
+    } else if (Config::kHasDq && warp < 3) {
+      AddDqToMemory<Config>(params, shared, warp - 1, thread % 32);
+    }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();
     // By a shuffle, so that the compiler knows it to be the same in a warp.

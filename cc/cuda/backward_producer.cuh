@@ -1,4 +1,5 @@
-// The backward kernel's parameters, its shared memory, and the warp that fills it.
+// The backward kernel's parameters, its shared memory, the warp that fills it, and those that carry
+// dQ out of it.
 
 #ifndef JAX_MAGI_CUDA_BACKWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_BACKWARD_PRODUCER_CUH_
@@ -31,6 +32,12 @@ struct BackwardParams {
 
 struct alignas(16) RowTileInfo {
   int32_t batch, row_head, pack_in_head, begin, num_rows, num_blocks;
+  uint32_t next_phase;  // Of the barrier, for the tile after it.
+};
+
+// Where in memory a warpgroup's part of dQ belongs. After the last one, `dim` is negative.
+struct alignas(16) DqTarget {
+  int32_t dim, head, query, batch;
 };
 
 template <typename Config>
@@ -51,7 +58,8 @@ struct BackwardShared {
   int32_t head[kXStages];  // The query head of the block.
   RowTileInfo tile;
   WorkItem item;  // The producer's own.
-  // full: the producer's arrivals and its bytes. empty: one thread of every consumer warp.
+  DqTarget dq_target[2];
+  // full: the producer's arrivals and its bytes. empty: the consumers.
   uint64_t row_full, row_empty;
   uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
 };
@@ -79,8 +87,13 @@ struct BackwardProducer {
       const Tile& tile = shared.item.tile;
       const int row_head = shared.item.pack / params.packs_per_row_head;
       const int pack_in_head = shared.item.pack % params.packs_per_row_head;
-      shared.tile = {tile.batch, row_head,      pack_in_head,
-                     tile.begin, tile.num_rows, tile.num_blocks};
+      shared.tile = {tile.batch,
+                     row_head,
+                     pack_in_head,
+                     tile.begin,
+                     tile.num_rows,
+                     tile.num_blocks,
+                     shared.item.num_done % 2 ^ 1};
       if (tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.row_full, sizeof(shared.row_x) + sizeof(shared.row_y));
 #pragma unroll
@@ -99,15 +112,11 @@ struct BackwardProducer {
     }
     if (lane == 0) {
       shared.item.remaining = shared.item.tile.num_blocks * params.heads_per_pack;
-      shared.item.head = FirstHead();
+      shared.item.first_head = FirstHead();
     }
     __syncwarp();
-    while (shared.item.remaining > 0) {
-      LoadBlocks();
-      __syncwarp();
-      if (lane == 0) ++shared.item.head;
-      __syncwarp();
-    }
+    LoadBlocks();
+    __syncwarp();
   }
 
   __device__ __forceinline__ int FirstHead() const {
@@ -117,30 +126,53 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ void LoadBlocks() {
-    // From right to left: under a causal mask, tiles that run side by side then read the same
-    // queries at about the same time.
+    // From right to left, some blocks for all heads, then the next: under a causal mask, tiles that
+    // run side by side then read the same queries at about the same time.
     const auto load = [&](int slice, Range columns) {
-      for (; columns.begin < columns.end; columns.end -= Config::kBlockColumns) {
-        // The first block may reach past `end`, as no block begins before 0.
-        const int begin = Max(columns.end - Config::kBlockColumns, 0);
-        LoadX(slice, begin, columns.end);
-        LoadY(begin);
-        ++num_loaded;
+      for (; columns.begin < columns.end; columns.end -= Config::kColumnsPerHead) {
+        if (lane == 0) {
+          const int first = Max(columns.begin, columns.end - Config::kColumnsPerHead);
+          shared.item.slice = slice;
+          shared.item.columns = {first, columns.end};
+        }
+        ForEachHead([&] {
+          for (int end = shared.item.columns.end; end > shared.item.columns.begin;
+               end -= Config::kBlockColumns) {
+            // The first block may reach past `end`, as no block begins before 0.
+            const int begin = Max(end - Config::kBlockColumns, 0);
+            LoadX(begin, end);
+            LoadY(begin);
+            ++num_loaded;
+          }
+        });
       }
     };
     ForEachSlice<Config::kByKeys>(params.work, shared.item.tile, lane, load);
+  }
+
+  // Calls load() for each query head of the pack, which is in shared memory: registers are scarce.
+  template <typename Load>
+  __device__ __forceinline__ void ForEachHead(Load load) {
+    if (lane == 0) shared.item.head = shared.item.first_head;
+    __syncwarp();
+    do {
+      load();
+      __syncwarp();
+      if (lane == 0) ++shared.item.head;
+      __syncwarp();
+    } while (shared.item.head < shared.item.first_head + params.heads_per_pack);
   }
 
   __device__ __forceinline__ int ColumnHead() const {
     return Config::kByKeys ? shared.item.head : shared.item.head / params.group;
   }
 
-  __device__ __forceinline__ void LoadX(int slice_index, int begin, int end) {
+  __device__ __forceinline__ void LoadX(int begin, int end) {
     const int stage = num_loaded % Config::kXStages;
     Wait(&shared.x_empty[stage], num_loaded / Config::kXStages % 2 ^ 1);
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
-      Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, slice_index);
+      Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, shared.item.slice);
       const bool is_last = --shared.item.remaining == 0;
       const bool is_clean = tile.num_rows == Config::kBlockRows &&
                             begin + Config::kBlockColumns == end &&
@@ -190,6 +222,35 @@ struct BackwardProducer {
     }
   }
 };
+
+// Named barriers. Those of dQ are one for each consumer warpgroup and the warp that serves it.
+enum BackwardBarrier { kDsWritten = 1, kDqWritten = 2, kDqFree = 4 };
+constexpr int kDqThreads = kWarpgroup + 32;
+
+// One warp: adds what consumer warpgroup `group` writes to shared memory to dQ.
+template <typename Config>
+__device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
+                                              BackwardShared<Config>& shared, int group, int lane) {
+  constexpr int kHalf = Config::kDqQueries * 32;
+  const float* box = shared.dq + group * 2 * kHalf;
+  while (true) {
+    NamedArrive(kDqFree + group, kDqThreads);
+    NamedSync(kDqWritten + group, kDqThreads);
+    const DqTarget target = shared.dq_target[group];
+    if (target.dim < 0) break;
+    if (lane == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ReduceAddBox(&params.dq_map, box + half * kHalf, target.dim + half * 32, target.head,
+                     target.query, target.batch);
+      }
+      CommitReduce();
+      WaitReduceRead();
+    }
+    __syncwarp();
+  }
+  if (lane == 0) WaitReduce();
+}
 
 }  // namespace jax_magi::cuda
 

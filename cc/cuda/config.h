@@ -37,7 +37,7 @@ template <bool kHasSoftcap>
 struct ForwardTile<256, 256, kHasSoftcap> {
   static constexpr int kNumConsumers = 2;
   static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
-  static constexpr int kBlockN = kHasSoftcap ? 48 : 80;  // 96 exceeds shared memory.
+  static constexpr int kBlockN = kHasSoftcap ? 48 : 64;
 };
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_>
@@ -50,8 +50,12 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_> {
   static constexpr int kNumThreads = kWarpgroup * (1 + Tile::kNumConsumers);
   // setmaxnreg: the producer needs few registers, and gives the rest to the consumers. The sum is
   // bounded by what the block starts with: 168 for 3 warpgroups, 128 for 4.
-  static constexpr int kProducerRegisters = Tile::kNumConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = Tile::kNumConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = Tile::kNumConsumers == 3 ? 32
+                                            : kValueDim > 128        ? 24
+                                                                     : 40;
+  static constexpr int kConsumerRegisters = Tile::kNumConsumers == 3 ? 160
+                                            : kValueDim > 128        ? 240
+                                                                     : 232;
 
   static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "a swizzled panel is 64 wide");
   static_assert(Tile::kBlockN % 16 == 0 && Tile::kBlockN <= 256, "wgmma's N, and TMA's box");
@@ -63,28 +67,35 @@ enum class BackwardPart { kAll, kKeysValues, kQueries };
 // Two consumer warpgroups, each with the gradients of 64 rows in registers: (kHeadDim + kValueDim)
 // / 2 of them a thread; beyond 128 dims, they hold half the dims each of the same 64 rows. A
 // block's scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
-template <int kHeadDim, bool kHasSoftcap>
+template <int kHeadDim, bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile;
-template <bool kHasSoftcap>
-struct BackwardTile<64, kHasSoftcap> {
-  static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
+template <bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile<64, kHasSoftcap, kPart> {
+  static constexpr int kDimGroups = 1;
+  static constexpr int kBlockColumns = kHasSoftcap                       ? 64
+                                       : kPart == BackwardPart::kQueries ? 160
+                                                                         : 128;
   static constexpr int kXStages = 3, kYStages = 2;
 };
-template <bool kHasSoftcap>
-struct BackwardTile<128, kHasSoftcap> {
-  static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 48 : 64;
-  static constexpr int kXStages = 3, kYStages = 2;
+template <bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile<128, kHasSoftcap, kPart> {
+  static constexpr int kDimGroups = 1;
+  static constexpr int kBlockColumns = kPart == BackwardPart::kQueries ? (kHasSoftcap ? 96 : 128)
+                                       : kHasSoftcap                   ? 48
+                                       : kPart == BackwardPart::kAll   ? 64
+                                                                       : 80;
+  static constexpr int kXStages = kBlockColumns > 96 ? 2 : 3, kYStages = 2;
 };
-template <bool kHasSoftcap>
-struct BackwardTile<256, kHasSoftcap> {
+template <bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile<256, kHasSoftcap, kPart> {
   static constexpr int kDimGroups = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
   static constexpr int kXStages = 2, kYStages = 2;
 };
 
 template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart>
-struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_> {
+struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   using Element = Element_;
-  using Tile = BackwardTile<kHeadDim_, kHasSoftcap_>;
+  using Tile = BackwardTile<kHeadDim_, kHasSoftcap_, kPart>;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
@@ -96,9 +107,13 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_> {
   static constexpr bool kSplitQueries = kHeadDim == 64;
   static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / 128;
   static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
+  // Columns that are worked on for all query heads in turn before the next: more than a usual
+  // window, and few enough to stay in the L2 cache.
+  static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = 3 * kWarpgroup;
-  static constexpr int kProducerRegisters = kHeadDim == 128 ? 24 : 40;
-  static constexpr int kConsumerRegisters = kHeadDim == 128 ? 240 : 232;
+  static constexpr bool kNeedsMost = kHeadDim == 128 && kByKeys;
+  static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
+  static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
 };
 
 }  // namespace jax_magi::cuda

@@ -47,7 +47,7 @@ struct ForwardShared {
   BlockInfo block[kKStages];
   TileInfo tile[kQStages];
   WorkItem item;  // The producer's own.
-  // full: the producer's arrival and its bytes. empty: one thread of every consumer warp.
+  // full: the producer's arrival and its bytes. empty: the consumers.
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };
@@ -194,11 +194,6 @@ struct Consumer {
     return group * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
 
-  __device__ __forceinline__ void Release(uint64_t* barrier) {
-    __syncwarp();
-    if (thread % 32 == 0) Arrive(barrier);
-  }
-
   __device__ __forceinline__ void ReleaseQueries() {
     Release(&shared.q_empty[q_ring.stage]);
     q_ring.Advance();
@@ -290,7 +285,7 @@ struct Consumer {
 
   __device__ __forceinline__ void FinishValues() {
     FenceRegisters(acc);
-    Release(&shared.v_empty[v_ring.stage]);
+    ReleaseByWarp(&shared.v_empty[v_ring.stage], thread);
     v_ring.Advance();
   }
 
@@ -369,10 +364,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     PrefetchTensorMap(&params.q_map);
     PrefetchTensorMap(&params.k_map);
     PrefetchTensorMap(&params.v_map);
-    constexpr int kConsumerWarps = 4 * Config::kNumConsumers;
-    InitRing(shared.q_full, shared.q_empty, 1, kConsumerWarps);
-    InitRing(shared.k_full, shared.k_empty, 1, kConsumerWarps);
-    InitRing(shared.v_full, shared.v_empty, 1, kConsumerWarps);
+    constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
+    InitRing(shared.q_full, shared.q_empty, 1, kConsumers);
+    InitRing(shared.k_full, shared.k_empty, 1, kConsumers);
+    InitRing(shared.v_full, shared.v_empty, 1, kConsumers / 32);
     FenceBarrierInit();
   }
   __syncthreads();

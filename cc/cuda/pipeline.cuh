@@ -45,15 +45,22 @@ struct RingPosition {
   }
 };
 
-// A ring's barriers. `full` completes with `num_arrivals` of the producer, `empty` with one thread
-// of every consumer warp.
+// Consumers release a stage: every thread where threads have read words of it, else, after
+// products alone, one of every warp.
+__device__ __forceinline__ void Release(uint64_t* barrier) { Arrive(barrier); }
+__device__ __forceinline__ void ReleaseByWarp(uint64_t* barrier, int thread) {
+  __syncwarp();
+  if (thread % 32 == 0) Arrive(barrier);
+}
+
+// A ring's barriers: `full` completes with so many arrivals of the producer, `empty` of consumers.
 template <int kStages>
 __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
-                                         int num_arrivals, int num_consumer_warps) {
+                                         int full_arrivals, int empty_arrivals) {
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
-    InitBarrier(&full[i], num_arrivals);
-    InitBarrier(&empty[i], num_consumer_warps);
+    InitBarrier(&full[i], full_arrivals);
+    InitBarrier(&empty[i], empty_arrivals);
   }
 }
 
@@ -61,9 +68,12 @@ __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&e
 struct WorkItem {
   Tile tile;
   uint32_t pack, number;
-  int32_t head;       // That is being worked on.
-  int32_t remaining;  // Blocks, of all heads.
-  uint32_t num_done;  // Tiles before this one.
+  int32_t slice;
+  Range columns;
+  int32_t first_head;  // Of the pack.
+  int32_t head;        // That is being worked on.
+  int32_t remaining;   // Blocks, of all heads.
+  uint32_t num_done;   // Tiles before this one.
 };
 
 // Calls load() for the work of this block of threads, which it finds in `item`. For one warp.

@@ -82,6 +82,21 @@ __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* ro
   return num_segments;
 }
 
+// The sum over threads before this one. `scratch` holds 32.
+__device__ int SumBefore(int x, int* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = x;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  int before = 0;  // Warps before this one.
+  for (int i = 0; i < warp; ++i) before += scratch[i];
+  return before + sum - x;
+}
+
 // Bin 0 holds the heaviest.
 __device__ int BinOf(const Tile& tile) { return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1); }
 
@@ -120,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   bins[thread] = 0;
   __syncthreads();
 
-  for (int i = thread; i < num_tiles; i += kThreads) {
+  const auto make_tile = [&](int i) {
     Segment segment;
     if (is_cut) {
       int low = 0;  // The last segment that begins at or before this tile.
@@ -139,25 +154,22 @@ __global__ void __launch_bounds__(kThreads)
     tile.num_rows = Min(num_rows, segment.end - tile.begin);
     CountBlocks(args.slices + int64_t{tile.batch} * args.num_slices, args.num_slices, args.num_rows,
                 args.num_columns, args.tiling, tile);
-    unsorted[i] = tile;
     atomicAdd(&bins[BinOf(tile)], 1);
-  }
+    return tile;
+  };
+  for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
+  // A thread's first tile needs no memory.
+  Tile own{};
+  if (thread < num_tiles) own = make_tile(thread);
   __syncthreads();
-
-  // Sums over bins, to where each begins.
   const int count = bins[thread];
-  for (int step = 1; step < kNumBins; step *= 2) {
-    const int other = thread >= step ? bins[thread - step] : 0;
-    __syncthreads();
-    bins[thread] += other;
-    __syncthreads();
-  }
-  bins[thread] -= count;
+  bins[thread] = SumBefore(count, rows);
   __syncthreads();
-  for (int i = thread; i < num_tiles; i += kThreads) {
-    const Tile tile = unsorted[i];
+  const auto put = [&](const Tile& tile) {
     list->tiles()[atomicAdd(&bins[BinOf(tile)], 1)] = tile;
-  }
+  };
+  if (thread < num_tiles) put(own);
+  for (int i = thread + kThreads; i < num_tiles; i += kThreads) put(unsorted[i]);
 }
 
 }  // namespace
