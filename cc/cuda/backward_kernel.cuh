@@ -26,6 +26,8 @@
 
 namespace jax_magi::cuda {
 
+constexpr int kDsWritten = 1;  // A named barrier.
+
 // --- Consumer: a warpgroup with 64 rows, or with half the dims of all 64 ---
 
 template <typename Config>
@@ -81,13 +83,13 @@ struct BackwardConsumer {
       if (shared.tile.num_blocks > 0) Compute();
       const RowTileInfo tile = shared.tile;
       phase = tile.next_phase;  // From there, as no register lasts through Compute().
-      Release(&shared.row_empty);
+      Arrive(&shared.row_empty);
       Store(tile);
     }
     if constexpr (Config::kHasDq) {
-      NamedSync(kDqFree + group, kDqThreads);
+      Wait(&shared.dq_empty[group], DqPhase(0) ^ 1);
       if (thread == 0) shared.dq_target[group].dim = -1;
-      NamedArrive(kDqWritten + group, kDqThreads);
+      ArriveByWarp(&shared.dq_full[group], thread);
     }
   }
 
@@ -110,11 +112,11 @@ struct BackwardConsumer {
     WaitWgmma<0>();
     // No product is in flight from one turn of the loop to the next, or ptxas would run all
     // products one by one.
-    for (bool is_last = false; !is_last;) {
+    for (bool is_last = false, has_y = false; !is_last;) {
       const int x_stage = x_ring.stage, y_stage = y_ring.stage;
       const int flags = shared.block[x_stage].flags;
       is_last = flags & kLast;
-      Wait(&shared.y_full[y_stage], y_ring.phase);
+      if (!has_y) Wait(&shared.y_full[y_stage], y_ring.phase);
       y_ring.Advance();
       IssueDp(y_stage);
       FenceRegisters(scores);
@@ -144,8 +146,9 @@ struct BackwardConsumer {
         WaitWgmma<1>();
         FenceRegisters(dy);
       }
-      ReleaseByWarp(&shared.y_empty[y_stage], thread);
+      ArriveByWarp(&shared.y_empty[y_stage], thread);
       x_ring.Advance();
+      const bool has_x = is_last || IsDone(&shared.x_full[x_ring.stage], x_ring.phase);
       if constexpr (Config::kHasDq) {
         FenceAsyncProxy();
         NamedSync(kDsWritten, 2 * kWarpgroup);
@@ -155,7 +158,7 @@ struct BackwardConsumer {
           if (step < Config::kDqSteps - 1) {
             WaitWgmma<0>();
           } else {
-            IssueNextScores(is_last);
+            IssueNextScores(has_x);
             WaitWgmma<1>();
           }
           FenceRegisters(dq);
@@ -164,12 +167,13 @@ struct BackwardConsumer {
         }
         ds_stage ^= 1;
       } else {
-        IssueNextScores(is_last);
+        IssueNextScores(has_x);
         WaitWgmma<1>();
         FenceRegisters(dx);
       }
-      Release(&shared.x_empty[x_stage]);
+      Arrive(&shared.x_empty[x_stage]);
       ReadAhead(shared.lse[x_ring.stage], lse);
+      has_y = !is_last && IsDone(&shared.y_full[y_ring.stage], y_ring.phase);
       WaitWgmma<0>();
     }
   }
@@ -187,8 +191,8 @@ struct BackwardConsumer {
   }
 
   // After the last block these are of no use, but must not depend on a condition.
-  __device__ __forceinline__ void IssueNextScores(bool is_last) {
-    if (!is_last) Wait(&shared.x_full[x_ring.stage], x_ring.phase);
+  __device__ __forceinline__ void IssueNextScores(bool has_x) {
+    if (!has_x) Wait(&shared.x_full[x_ring.stage], x_ring.phase);
     IssueScores(x_ring.stage);
   }
 
@@ -339,16 +343,24 @@ struct BackwardConsumer {
     }
   }
 
+  // Of the barriers: their turns are counted by other things that alternate.
+  __device__ __forceinline__ uint32_t DqPhase(int step) const {
+    static_assert(Config::kDqSteps <= 2, "phases alternate");
+    return Config::kDqSteps == 1 ? ds_stage : step % 2;
+  }
+
   __device__ __forceinline__ void AddDq(int stage, int step) {
     const int lane = thread % 32, warp = thread / 32;
     constexpr int kHalf = Config::kDqQueries * 32;
     float* box = shared.dq + group * 2 * kHalf;
-    NamedSync(kDqFree + group, kDqThreads);
+    Wait(&shared.dq_empty[group], DqPhase(step) ^ 1);
+    // Of the half's 32 dims and 8 queries: a float of a chunk of four, swizzled by the query.
+    const int query = 2 * (lane % 4), dim = warp % 2 * 16 + lane / 4;
+    const int first = warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int query = 2 * (lane % 4) + e % 2;                // Of 8.
-      const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
-      float* column = box + warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
+      // The next query, and 8 dims further on: bits that are 0 in `first` but for the swizzle.
+      float* column = box + (first ^ (e % 2 * (32 + 4) + e / 2 * 8));
 #pragma unroll
       for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = dq[4 * i + e];
     }
@@ -357,7 +369,7 @@ struct BackwardConsumer {
                                  shared.block[stage].begin + DqFirstQuery(), shared.tile.batch};
     }
     FenceAsyncProxy();
-    NamedArrive(kDqWritten + group, kDqThreads);
+    ArriveByWarp(&shared.dq_full[group], thread);
   }
 
   // --- Epilogue ---
@@ -410,6 +422,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     // Columns: TMA, and each lane's copies of the statistics.
     InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumers);
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
+    InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
     FenceBarrierInit();
   }
   __syncthreads();
@@ -420,7 +433,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (warp == 0) {
       BackwardProducer<Config>{params, shared, thread % 32}.Run();
     } else if (Config::kHasDq && warp < 3) {
-      AddDqToMemory<Config>(params, shared, warp - 1, thread % 32);
+      if (thread % 32 == 0) AddDqToMemory<Config>(params, shared, warp - 1);
     }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();

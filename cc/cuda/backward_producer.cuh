@@ -1,5 +1,5 @@
-// The backward kernel's parameters, its shared memory, the warp that fills it, and those that carry
-// dQ out of it.
+// The backward kernel's parameters, its shared memory, the warp that fills it, and the threads that
+// carry dQ out of it.
 
 #ifndef JAX_MAGI_CUDA_BACKWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_BACKWARD_PRODUCER_CUH_
@@ -62,6 +62,7 @@ struct BackwardShared {
   // full: the producer's arrivals and its bytes. empty: the consumers.
   uint64_t row_full, row_empty;
   uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
+  uint64_t dq_full[2], dq_empty[2];  // The other way round: consumers fill. One for each warpgroup.
 };
 
 // One warp.
@@ -223,33 +224,26 @@ struct BackwardProducer {
   }
 };
 
-// Named barriers. Those of dQ are one for each consumer warpgroup and the warp that serves it.
-enum BackwardBarrier { kDsWritten = 1, kDqWritten = 2, kDqFree = 4 };
-constexpr int kDqThreads = kWarpgroup + 32;
-
-// One warp: adds what consumer warpgroup `group` writes to shared memory to dQ.
+// One thread: adds what consumer warpgroup `group` writes to shared memory to dQ.
 template <typename Config>
 __device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
-                                              BackwardShared<Config>& shared, int group, int lane) {
+                                              BackwardShared<Config>& shared, int group) {
   constexpr int kHalf = Config::kDqQueries * 32;
   const float* box = shared.dq + group * 2 * kHalf;
-  while (true) {
-    NamedArrive(kDqFree + group, kDqThreads);
-    NamedSync(kDqWritten + group, kDqThreads);
+  for (uint32_t phase = 0;; phase ^= 1) {
+    Wait(&shared.dq_full[group], phase);
     const DqTarget target = shared.dq_target[group];
     if (target.dim < 0) break;
-    if (lane == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ReduceAddBox(&params.dq_map, box + half * kHalf, target.dim + half * 32, target.head,
-                     target.query, target.batch);
-      }
-      CommitReduce();
-      WaitReduceRead();
+    for (int half = 0; half < 2; ++half) {
+      ReduceAddBox(&params.dq_map, box + half * kHalf, target.dim + half * 32, target.head,
+                   target.query, target.batch);
     }
-    __syncwarp();
+    CommitReduce();
+    WaitReduceRead();
+    Arrive(&shared.dq_empty[group]);
   }
-  if (lane == 0) WaitReduce();
+  WaitReduce();
 }
 
 }  // namespace jax_magi::cuda

@@ -73,8 +73,9 @@ template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<64, kHasSoftcap, kPart> {
   static constexpr int kDimGroups = 1;
   static constexpr int kBlockColumns = kHasSoftcap                       ? 64
+                                       : kPart == BackwardPart::kAll     ? 128
                                        : kPart == BackwardPart::kQueries ? 160
-                                                                         : 128;
+                                                                         : 144;
   static constexpr int kXStages = 3, kYStages = 2;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
@@ -111,7 +112,8 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // window, and few enough to stay in the L2 cache.
   static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = 3 * kWarpgroup;
-  static constexpr bool kNeedsMost = kHeadDim == 128 && kByKeys;
+  static constexpr bool kNeedsMost =
+      kPart == BackwardPart::kKeysValues ? kHeadDim <= 128 : kHeadDim == 128 && kByKeys;
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
 };

@@ -195,7 +195,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void ReleaseQueries() {
-    Release(&shared.q_empty[q_ring.stage]);
+    Arrive(&shared.q_empty[q_ring.stage]);
     q_ring.Advance();
   }
 
@@ -279,13 +279,13 @@ struct Consumer {
                            tile.begin + (PackedRow(1) >> params.log2_pack)};
       HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
-    Release(&shared.k_empty[k_ring.stage]);
+    Arrive(&shared.k_empty[k_ring.stage]);
     k_ring.Advance();
   }
 
   __device__ __forceinline__ void FinishValues() {
     FenceRegisters(acc);
-    ReleaseByWarp(&shared.v_empty[v_ring.stage], thread);
+    ArriveByWarp(&shared.v_empty[v_ring.stage], thread);
     v_ring.Advance();
   }
 

@@ -138,11 +138,6 @@ __device__ __forceinline__ void NamedSync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Does not wait.
-__device__ __forceinline__ void NamedArrive(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
 // Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of column l % 8 of
 // matrix l / 8.
 __device__ __forceinline__ void StoreMatricesTransposed(void* address, const uint32_t (&x)[4]) {

@@ -45,15 +45,15 @@ struct RingPosition {
   }
 };
 
-// Consumers release a stage: every thread where threads have read words of it, else, after
-// products alone, one of every warp.
-__device__ __forceinline__ void Release(uint64_t* barrier) { Arrive(barrier); }
-__device__ __forceinline__ void ReleaseByWarp(uint64_t* barrier, int thread) {
+// One thread arrives for its warp.
+__device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
   __syncwarp();
   if (thread % 32 == 0) Arrive(barrier);
 }
 
-// A ring's barriers: `full` completes with so many arrivals of the producer, `empty` of consumers.
+// A ring's barriers: `full` completes with so many arrivals of the producer, `empty` of consumers:
+// of every thread where threads have read words of the stage, of a thread for each warp where only
+// products have.
 template <int kStages>
 __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
                                          int full_arrivals, int empty_arrivals) {

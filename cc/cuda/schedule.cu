@@ -5,9 +5,7 @@
 namespace jax_magi::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
 constexpr int kNumBins = 1024;  // Tiles are sorted by number of blocks; longer ones share a bin.
-static_assert(kThreads == kNumBins, "a thread a bin");
 
 struct ScheduleArgs {
   int num_lists;  // Slice lists: one for each batch element, or one for all.
@@ -15,6 +13,11 @@ struct ScheduleArgs {
   Tiling tiling;
   const Slice* slices;
 };
+
+// Candidates for cuts: the first row, and both ends of each slice.
+JAX_MAGI_INLINE int64_t NumCandidates(const ScheduleArgs& args) {
+  return int64_t{args.num_lists} * (2 * args.num_slices + 1);
+}
 
 // Rows between two cuts.
 struct Segment {
@@ -33,7 +36,7 @@ JAX_MAGI_INLINE int CutRow(const Slice* slices, int num_rows, int num_columns, b
   return row < num_rows ? row : 0;
 }
 
-// Makes the sorted list of segments: a thread a candidate, so there are at most kThreads of them.
+// Makes the sorted list of segments: a thread a candidate.
 // Returns their number. `rows` and `kept` are scratch.
 __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* rows, int* kept) {
   const int per_batch = 2 * args.num_slices + 1;
@@ -112,9 +115,11 @@ __global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max
 }
 
 // One block of threads: cuts rows into tiles, then sorts them by counting.
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     ScheduleKernel(ScheduleArgs args, WorkCounter* counter, Tile* unsorted, float* max_logits,
                    int num_max_logits) {
+  constexpr int kBinsPerThread = kNumBins / kThreads;
   __shared__ int bins[kNumBins], rows[kThreads];
   __shared__ Segment segments[kThreads];
   Reset(counter, max_logits, num_max_logits);
@@ -122,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
   const int thread = threadIdx.x, num_rows = args.tiling.num_rows;
 
   // Too many candidates, and every list is one segment.
-  const bool is_cut = int64_t{args.num_lists} * (2 * args.num_slices + 1) <= kThreads;
+  const bool is_cut = NumCandidates(args) <= kThreads;
   int num_segments = 0;
   int num_tiles = args.num_lists * CeilDiv(args.num_rows, num_rows);
   if (is_cut) {
@@ -132,7 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (thread == 0) list->num_tiles = num_tiles;
   __syncthreads();
-  bins[thread] = 0;
+  int* own_bins = bins + thread * kBinsPerThread;
+  for (int i = 0; i < kBinsPerThread; ++i) own_bins[i] = 0;
   __syncthreads();
 
   const auto make_tile = [&](int i) {
@@ -162,8 +168,15 @@ __global__ void __launch_bounds__(kThreads)
   Tile own{};
   if (thread < num_tiles) own = make_tile(thread);
   __syncthreads();
-  const int count = bins[thread];
-  bins[thread] = SumBefore(count, rows);
+  // Sums over bins, to where each begins.
+  int count = 0;
+  for (int i = 0; i < kBinsPerThread; ++i) count += own_bins[i];
+  int begin = SumBefore(count, rows);
+  for (int i = 0; i < kBinsPerThread; ++i) {
+    const int size = own_bins[i];
+    own_bins[i] = begin;
+    begin += size;
+  }
   __syncthreads();
   const auto put = [&](const Tile& tile) {
     list->tiles()[atomicAdd(&bins[BinOf(tile)], 1)] = tile;
@@ -225,7 +238,12 @@ cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Sli
                           tiling,
                           slices};
   Tile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
-  ScheduleKernel<<<1, kThreads, 0, stream>>>(args, counter, unsorted, max_logits, num_max_logits);
+  // The attention kernel waits for the list: few threads are the quickest where they are enough.
+  constexpr int kFew = 128, kMany = 1024;
+  const bool is_small = NumCandidates(args) <= kFew && MaxTiles(shape, tiling) <= 2 * kFew;
+  const auto kernel = is_small ? ScheduleKernel<kFew> : ScheduleKernel<kMany>;
+  kernel<<<1, is_small ? kFew : kMany, 0, stream>>>(args, counter, unsorted, max_logits,
+                                                    num_max_logits);
   return cudaGetLastError();
 }
 
