@@ -1,6 +1,8 @@
 """Fused scale + mask + softmax: values and gradients, on the CPU."""
 
 import doctest
+import re
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -205,3 +207,13 @@ def test_float64_runs_in_plain_jax():
 def test_docstrings_show_what_runs(module):
   results = doctest.testmod(module, extraglobs={"jnp": jnp})
   assert results.attempted > 0 and results.failed == 0
+
+
+def test_documentation_shows_what_runs():
+  text = (Path(__file__).parent.parent / "docs" / "softmax.md").read_text()
+  blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+  assert len(blocks) == 3
+  q = jnp.ones((2, 8, 3, 16), jnp.bfloat16)
+  names = {"q": q, "k": q, "v": q, "mask": np.ones((2, 1, 8, 8), bool)}
+  for block in blocks:
+    exec(block, names)
