@@ -14,8 +14,7 @@ pytestmark = pytest.mark.gpu
 
 # Around the lengths at which a row is spread over more threads.
 _MORE_ROWS = row_cases(
-  *(7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1025, 2047, 2048, 2049, 8191, 8192, 8193),
-  *(16384, 32768, 32769, 65537, 131072, 131073),
+  *(9, 64, 65, 256, 257, 512, 1024, 1025, 2048, 2049, 8192, 8193, 16384, 32769, 131072, 300001)
 )
 _cuda = functools.partial(fused_scale_mask_softmax, implementation="cuda")
 
@@ -24,17 +23,22 @@ def _normal(*shape, dtype=jnp.bfloat16, seed=0):
   return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("case", ROWS + _MORE_ROWS, ids=lambda case: case.name)
+def test_row(case, dtype):
+  check_softmax(case, dtype, "cuda")
+
+
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-@pytest.mark.parametrize("case", ROWS + _MORE_ROWS + BROADCASTS + CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BROADCASTS + CASES, ids=lambda case: case.name)
 def test_case(case, dtype):
   check_softmax(case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("k_len", [17, 128, 1000, 4097, 40000])
+@pytest.mark.parametrize("k_len", [17, 128, 1000, 4097])
 @pytest.mark.parametrize("kind", ["mask", "bias"])
-def test_large_case(k_len, dtype, kind):
-  """Many blocks of threads at a time."""
+def test_many_blocks_of_threads(k_len, dtype, kind):
   shape = (3, 5, 67, k_len)
   options = {kind: (3, 1, 67, k_len), "is_causal": True, "has_offset": True}
   check_softmax(SoftmaxCase(f"large-{kind}-{k_len}", shape, **options), dtype, "cuda")

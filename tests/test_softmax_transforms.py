@@ -264,6 +264,15 @@ def test_donation_works_in_place(k_len):
   np.testing.assert_array_equal(*results)
 
 
+def test_donation_of_sharded_arrays():
+  x, mask, _, _ = _arrays()
+  sharding = NamedSharding(_mesh(AxisType.Auto), P(None, "x"))
+  step = jax.jit(functools.partial(fused_scale_mask_softmax, donate=True), donate_argnums=0)
+  got = step(jax.device_put(x, sharding), mask)
+  assert got.sharding.is_equivalent_to(sharding, 4)
+  _close(got, fused_scale_mask_softmax(x, mask))
+
+
 def test_donated_input_may_be_used_again():
   x, *_ = _arrays()
 

@@ -65,9 +65,11 @@ struct SumOp {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
-// The same in all threads of the row. A block calls this once for each Op.
+// The same in all threads of the row. A block calls this once for each Op: it has one array of
+// partial results for each, and does not wait until that has been read.
 template <int kThreads, typename Op>
 __device__ __forceinline__ float ReduceRow(float x, Op op) {
+  static_assert(kThreads <= 32 || kThreads == BlockThreads(kThreads), "one row in a block");
 #pragma unroll
   for (int distance = (kThreads < 32 ? kThreads : 32) / 2; distance > 0; distance /= 2) {
     x = op(x, __shfl_xor_sync(~0u, x, distance));

@@ -1,7 +1,5 @@
 // The softmax kernels of one element type: JAX_MAGI_VARIANT.
 
-#include <type_traits>
-
 #include "cc/cuda/row_softmax.cuh"
 #include "cc/cuda/row_softmax.h"
 
