@@ -57,8 +57,8 @@ def _softmax_bwd(config, residuals, dy):
   dmask = None
   if mask is not None and mask.dtype != bool:
     # Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it.
-    y, dy = (a.astype(np.promote_types(a.dtype, np.float32)) for a in (y, dy))
-    ds = y * (dy - jnp.sum(y * dy, axis=-1, keepdims=True))
+    dtype = np.promote_types(y.dtype, np.float32)
+    ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)[0]
     dmask = _sum_to(ds, mask.shape).astype(mask.dtype)
   doffset = None
   if offset is not None:
@@ -172,9 +172,10 @@ def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
 
 def _plain_backward(y, dy, *, scale: float):
   dtype = np.promote_types(y.dtype, np.float32)
-  y, dy, like = y.astype(dtype), dy.astype(dtype), y
-  dot = jnp.sum(y * dy, axis=-1)
-  return (scale * y * (dy - dot[..., None])).astype(like.dtype), dot.astype(np.float32)
+  wide_y, wide_dy = y.astype(dtype), dy.astype(dtype)
+  dot = jnp.sum(wide_y * wide_dy, axis=-1)
+  dx = scale * wide_y * (wide_dy - dot[..., None])
+  return dx.astype(y.dtype), dot.astype(np.float32)
 
 
 def _in_band(shape: tuple[int, ...], lo: int, hi: int):
