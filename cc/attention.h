@@ -13,11 +13,10 @@
 
 #include <cstdint>
 
+#include "cc/dtype.h"
 #include "cc/mask.h"
 
 namespace jax_magi {
-
-enum class DType { kF32, kBF16, kF16 };
 
 struct AttentionShape {
   int64_t batch, q_len, k_len, num_q_heads, num_kv_heads, head_dim, value_dim;

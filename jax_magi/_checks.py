@@ -106,8 +106,10 @@ def make_config(
   implementation: Any,
 ) -> AttentionConfig:
   """The static arguments, checked."""
-  scale = q.shape[-1] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
-  cap = _number("softcap", softcap)
+  scale = (
+    q.shape[-1] ** -0.5 if softmax_scale is None else check_number("softmax_scale", softmax_scale)
+  )
+  cap = check_number("softcap", softcap)
   if cap < 0.0:
     raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
   if cap and not _SMALLEST_SOFTCAP <= cap <= _LARGEST_SOFTCAP:
@@ -138,7 +140,8 @@ def make_config(
   return AttentionConfig(scale, cap, bool(deterministic), int(sm_margin), implementation)
 
 
-def _number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
+  """A static number that float32 holds."""
   if isinstance(value, jax.core.Tracer):
     raise ValueError(f"{name} must be a static number, got a traced value")
   if isinstance(value, (str, bytes)):

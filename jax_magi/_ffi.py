@@ -6,6 +6,9 @@ Each op has one target name; each platform registers its handler under it.
     q, dout     [b, q_len, num_q_heads, dim]        lse, delta (backward) [b, num_q_heads, q_len]
     k, v        [b, k_len, num_kv_heads, dim]       lse (forward)         [b, q_len, num_q_heads]
     slices      [b, num_slices, 6]                  sink, max_logits      [b, num_q_heads]
+
+    x, y, dy, dx [b, heads, q_len, k_len]           mask: the same, each may be 1
+    offset_probability, dot [b, heads, q_len]       offset [b or 1, heads]
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ except ImportError:  # Built without nvcc.
 
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
+_SOFTMAX_FORWARD = "jax_magi_softmax_forward"
+_SOFTMAX_BACKWARD = "jax_magi_softmax_backward"
 
 # JAX's lowering platform -> its native kernels' module.
 _MODULES: dict[str, Any] = {"cpu": _cpu} | ({"cuda": _cuda} if _cuda else {})
@@ -64,13 +69,36 @@ def _has_hopper() -> bool:
   if others:
     warnings.warn(
       f"jax_magi's CUDA kernels are for Hopper GPUs (compute capability 9.0), and there are "
-      f"{sorted(others)}: using the slower implementation='blockwise'",
+      f"{sorted(others)}: using plain JAX, which is slower",
       stacklevel=2,
     )
   return not others
 
 
-def _call(name: str, operands: tuple[Any, ...], results: Any, **attributes: Any) -> Any:
+_SOFTMAX_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def softmax_obstacle(platform: str, x: Any) -> str | None:
+  """Why the platform's softmax kernels do not take `x`; None if they do."""
+  if x.dtype not in _SOFTMAX_DTYPES:
+    return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
+  if platform not in PLATFORMS:
+    return "this build of jax_magi has no kernels for it"
+  if platform == "cuda":
+    if not _has_hopper():
+      return "the kernels are for Hopper GPUs (compute capability 9.0)"
+    if x.size // max(x.shape[-1], 1) >= 2**31:
+      return f"the kernels take fewer than 2**31 rows, not {x.size // x.shape[-1]}"
+  return None
+
+
+def _call(
+  name: str,
+  operands: tuple[Any, ...],
+  results: Any,
+  aliases: dict[int, int] | None = None,
+  **attributes: Any,
+) -> Any:
   # Results vary over the mesh axes of the operands; a bare ShapeDtypeStruct would claim that they
   # are replicated.
   operands = vary_together(*operands)
@@ -78,7 +106,7 @@ def _call(name: str, operands: tuple[Any, ...], results: Any, **attributes: Any)
   types = [
     like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in results
   ]
-  return jax.ffi.ffi_call(name, types)(*operands, **attributes)
+  return jax.ffi.ffi_call(name, types, input_output_aliases=aliases)(*operands, **attributes)
 
 
 def make_plan(
@@ -188,3 +216,43 @@ def attention_backward(
   dk, dv = parts
   # The CUDA kernel leaves the scale to whatever reads dq next.
   return dq * np.float32(softmax_scale) if platform == "cuda" else dq, dk, dv
+
+
+def _band(lo: int, hi: int) -> dict[str, np.int32]:
+  return {"lo": np.int32(lo), "hi": np.int32(hi)}
+
+
+def softmax_forward(
+  x, mask, offset, *, scale: float, lo: int, hi: int, donate: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns y, and the offset's probability in each row. `mask` and `offset` may be None."""
+  rows = x.shape[:-1] if offset is not None else (0,)
+  y, offset_probability = _call(
+    _SOFTMAX_FORWARD,
+    (
+      x,
+      # Made by an operation: custom_partitioning takes no constants.
+      jnp.zeros((0, 0, 0, 0), bool) if mask is None else mask,
+      jnp.zeros((0, 0), np.float32) if offset is None else offset,
+    ),
+    [(x.shape, x.dtype), (rows, np.float32)],
+    aliases={0: 0} if donate else None,
+    scale=np.float32(scale),
+    **_band(lo, hi),
+  )
+  return y, None if offset is None else offset_probability
+
+
+def softmax_backward(
+  y, dy, *, scale: float, lo: int, hi: int, donate: bool, with_dot: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns dx, and each row's sum of y * dy if asked for."""
+  dx, dot = _call(
+    _SOFTMAX_BACKWARD,
+    (y, dy),
+    [(y.shape, y.dtype), (y.shape[:-1] if with_dot else (0,), np.float32)],
+    aliases={1: 0} if donate else None,
+    scale=np.float32(scale),
+    **_band(lo, hi),
+  )
+  return dx, dot if with_dot else None

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 
 from jax_magi import _blockwise, _ffi
+from jax_magi._dispatch import by_platform, fold_batch
 from jax_magi._sharding import keep_batch_and_heads
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
@@ -89,13 +88,14 @@ def _forward(config: AttentionConfig) -> Callable:
   math: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
   native = functools.partial(_ffi.attention_forward, **math, sm_margin=config.sm_margin)
   dims = ["bqhd", "bkgd", "bkge", "bnc", "bh"], ["bqhe", "bqh", "bh"]
-  return _fold_batch(
-    _by_platform(
+  return fold_batch(
+    by_platform(
       config.implementation,
+      _supports,
       natives=_natives(config, native, dims, slices_index=3, is_backward=False),
-      blockwise=functools.partial(_blockwise.attention_forward, **math),
+      plain=functools.partial(_blockwise.attention_forward, **math),
     ),
-    slices_index=3,
+    shared=(3,),
   )
 
 
@@ -113,14 +113,19 @@ def _backward(config: AttentionConfig, dkv_dtype: Any) -> Callable:
     sm_margin=config.sm_margin,
   )
   dims = ["bqhd", "bkgd", "bkge", "bqhe", "bhq", "bhq", "bnc"], ["bqhd", "bkgd", "bkge"]
-  return _fold_batch(
-    _by_platform(
+  return fold_batch(
+    by_platform(
       config.implementation,
+      _supports,
       natives=_natives(config, native, dims, slices_index=6, is_backward=True),
-      blockwise=functools.partial(_blockwise.attention_backward, **math),
+      plain=functools.partial(_blockwise.attention_backward, **math),
     ),
-    slices_index=6,
+    shared=(6,),
   )
+
+
+def _supports(platform: str, q: Any, _, v: Any, *rest: Any) -> bool:
+  return _ffi.supports(platform, q, v)
 
 
 def _natives(
@@ -172,46 +177,3 @@ def _with_padded_dims(native: Callable, dims: tuple[list[str], list[str]], *oper
     x[..., : sizes[letters[-1]]] if letters[-1] in sizes else x
     for letters, x in zip(dims[1], native(*padded, plan), strict=True)
   ]
-
-
-def _by_platform(
-  implementation: str | None, *, natives: dict[str, Callable], blockwise: Callable
-) -> Callable:
-  """The native kernel where the platform that is compiled for has one; blockwise elsewhere."""
-
-  def call(q, k, v, *rest):
-    usable = {
-      platform: fun
-      for platform, fun in natives.items()
-      if implementation in (None, platform) and _ffi.supports(platform, q, v)
-    }
-    if not usable:
-      return blockwise(q, k, v, *rest)
-    # Asked for by name, a platform has no replacement.
-    default = {"default": blockwise} if implementation is None else {}
-    return lax.platform_dependent(q, k, v, *rest, **usable, **default)
-
-  return call
-
-
-def _fold_batch(fun: Callable, slices_index: int) -> Callable:
-  """Makes vmap one larger batch: the mapped axis joins the leading one of every operand."""
-  folded = custom_vmap(fun)
-
-  @folded.def_vmap
-  def _(axis_size, is_mapped, *operands):
-    batch = operands[0].shape[1 if is_mapped[0] else 0]
-
-    def join(i, x):
-      if i == slices_index and not is_mapped[i] and x.shape[0] == 1:
-        return x  # Still shared by all.
-      if not is_mapped[i]:
-        x = x[None]
-      x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
-      return x.reshape(axis_size * batch, *x.shape[2:])
-
-    results = folded(*(join(i, x) for i, x in enumerate(operands)))
-    results = tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in results)
-    return results, (True,) * len(results)
-
-  return folded

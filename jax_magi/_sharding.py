@@ -22,23 +22,26 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
   """`fun` on whatever part of batch and heads a device holds.
 
   Args:
-    fun: takes one array per entry of `operands`, returns a tuple. The first two are q and k.
-    operands: each operand's dimensions as letters: b batch, h query heads, g kv heads. A b of size
-      1 is an operand that the whole batch shares.
+    fun: takes one array per entry of `operands`, returns a tuple. The first one has all heads; if
+      there are kv heads, the second one has those.
+    operands: each operand's dimensions as letters: b batch, h (query) heads, g kv heads. A size of
+      1 is an operand that the whole batch, or all heads, share.
     results: likewise.
   """
 
   def positional(*arrays):  # custom_partitioning wants to see no keywords.
     return tuple(fun(*arrays))
 
-  def heads_of(q_shape, k_shape) -> tuple[int, int]:
-    return q_shape[operands[0].index(_Q_HEADS)], k_shape[operands[1].index(_KV_HEADS)]
+  def heads_of(operand_types) -> tuple[int, int]:
+    num_q_heads = operand_types[0].shape[operands[0].index(_Q_HEADS)]
+    if not any(_KV_HEADS in letters for letters in operands):
+      return num_q_heads, num_q_heads
+    return num_q_heads, operand_types[1].shape[operands[1].index(_KV_HEADS)]
 
   def partition(mesh, operand_types, result_types):
-    q, k = operand_types[:2]
-    batch_axes, head_axes = _find_axes(mesh, q, operands[0])
+    batch_axes, head_axes = _find_axes(mesh, operand_types[0], operands[0])
     # A group of query heads needs its kv head on the same device.
-    if heads_of(q.shape, k.shape)[1] % math.prod(mesh.shape[name] for name in head_axes):
+    if heads_of(operand_types)[1] % math.prod(mesh.shape[name] for name in head_axes):
       head_axes = ()
     axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: head_axes}
 
@@ -48,7 +51,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
           mesh,
           PartitionSpec(
             *(
-              () if letter == _BATCH and size == 1 else axes.get(letter, ())
+              () if size == 1 else axes.get(letter, ())
               for letter, size in zip(letters, x.shape, strict=True)
             )
           ),
@@ -59,7 +62,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     return mesh, positional, shardings(results, result_types), shardings(operands, operand_types)
 
   def sharding_rule(_, operand_types, result_types):
-    num_q_heads, num_kv_heads = heads_of(operand_types[0].shape, operand_types[1].shape)
+    num_q_heads, num_kv_heads = heads_of(operand_types)
     is_grouped = num_q_heads != num_kv_heads
     factors = {_BATCH: "batch"}
     if num_kv_heads > 1:
@@ -67,7 +70,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     whole: list[str] = []  # Factors that stay in one piece, in order of appearance.
 
     def name(letter, size):
-      if letter in factors and not (letter == _BATCH and size == 1):
+      if letter in factors and size > 1:
         if "group" in factors[letter] and "group" not in whole:
           whole.append("group")
         return factors[letter]

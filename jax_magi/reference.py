@@ -1,4 +1,4 @@
-"""The specification: dense attention in plain jnp, in any dtype.
+"""The specification: dense attention and softmax in plain jnp, in any dtype.
 
 Nothing in the package imports this; tests and benchmarks do. In float64 it is the truth, in a
 16-bit dtype it is the plain computation that ours is compared with.
@@ -42,13 +42,44 @@ def attention(
     [jnp.broadcast_to(mask, logits.shape[:2] + mask.shape[2:]), sinks > -jnp.inf], -1
   )
 
+  probabilities, lse = _masked_softmax(logits, mask)
+  out = jnp.einsum("hqk,khd->qhd", probabilities[..., : k.shape[0]], v, precision="highest")
+  return out, lse.T, jax.lax.stop_gradient(max_logits)
+
+
+def softmax(x, *, scale=1.0, mask=None, bias=None, offset=None) -> jax.Array:
+  """Scale, mask, softmax: all in x's dtype.
+
+  Args:
+    x: `[..., heads, q_len, k_len]` or `[q_len, k_len]`.
+    scale: factor of x.
+    mask: bool, True is visible; broadcast to x.
+    bias: added to the scaled x, likewise.
+    offset: `[heads]`, one more logit in each row; what falls to it is left out.
+
+  Returns:
+    Probabilities like x; rows that see nothing are zero.
+  """
+  logits = x * jnp.asarray(scale, x.dtype)
+  if bias is not None:
+    logits = logits + jnp.asarray(bias, x.dtype)
+  mask = jnp.broadcast_to(True if mask is None else mask, x.shape) & (logits != -jnp.inf)
+  extra = jnp.full((*x.shape[:-1], 1), -jnp.inf, x.dtype)
+  if offset is not None:
+    per_head = jnp.asarray(offset, x.dtype).reshape(-1, *[1] * min(x.ndim - 1, 2))
+    extra = jnp.broadcast_to(per_head, extra.shape)
+  logits = jnp.concatenate([logits, extra], axis=-1)
+  mask = jnp.concatenate([mask, extra > -jnp.inf], axis=-1)
+  return _masked_softmax(logits, mask)[0][..., : x.shape[-1]]
+
+
+def _masked_softmax(logits, mask) -> tuple[jax.Array, jax.Array]:
+  """Probabilities and lse over the last axis, of what the mask shows."""
   # Rows that see nothing must not reach a -inf - -inf, whose gradient is NaN.
   largest = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True, initial=-jnp.inf)
   largest = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
   weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - largest, 0)), 0)
   total = weights.sum(axis=-1, keepdims=True)
   safe_total = jnp.where(total == 0, 1, total)
-  probabilities = (weights / safe_total)[..., : k.shape[0]]
-  out = jnp.einsum("hqk,khd->qhd", probabilities, v, precision="highest")
-  lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(safe_total))[..., 0].T
-  return out, lse, jax.lax.stop_gradient(max_logits)
+  lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(safe_total))[..., 0]
+  return weights / safe_total, lse

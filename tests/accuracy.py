@@ -70,14 +70,14 @@ def make_inputs(
 
 
 # Every case is compiled once and run once: optimising it would be most of the tests' time.
-_jit = functools.partial(
+jit_once = functools.partial(
   jax.jit,
   static_argnames=("options",),
   compiler_options={"xla_backend_optimization_level": 0},
 )
 
 
-@_jit
+@jit_once
 def _dense(operands, cotangents, dense_mask, options):
   def fun(q, k, v, sink):
     out, lse, max_logits = reference.attention(q, k, v, dense_mask, sink=sink, **dict(options))
@@ -87,7 +87,7 @@ def _dense(operands, cotangents, dense_mask, options):
   return _results(out, lse, max_logits, vjp(cotangents))
 
 
-@_jit
+@jit_once
 def _ours(operands, cotangents, mask, options):
   def fun(q, k, v, sink):
     options_ = dict(options)
@@ -104,7 +104,7 @@ def _results(out, lse, max_logits, gradients):
   return {"out": out, "lse": lse, "max_logits": max_logits, **grads}
 
 
-@_jit
+@jit_once
 def _ours_forward(operands, mask, options):
   q, k, v, sink = operands
   out, meta = jax_magi.attention(q, k, v, mask, sink=sink, return_max_logits=True, **dict(options))

@@ -59,6 +59,25 @@ def _backward(change):
   _run("jax_magi_attention_backward", operands, results, attributes, change)
 
 
+def _softmax_forward(change):
+  operands = {
+    "x": ((2, 3, 4, 5), _F32),
+    "mask": ((2, 1, 4, 5), np.bool_),
+    "offset": ((1, 3), _F32),
+  }
+  results = {"y": ((2, 3, 4, 5), _F32), "offset_probability": ((2, 3, 4), _F32)}
+  _run("jax_magi_softmax_forward", operands, results, _SOFTMAX_ATTRIBUTES, change)
+
+
+def _softmax_backward(change):
+  operands = {"y": ((2, 3, 4, 5), _F32), "dy": ((2, 3, 4, 5), _F32)}
+  results = {"dx": ((2, 3, 4, 5), _F32), "dot": ((2, 3, 4), _F32)}
+  _run("jax_magi_softmax_backward", operands, results, _SOFTMAX_ATTRIBUTES, change)
+
+
+_SOFTMAX_ATTRIBUTES = {"scale": _F32(1), "lo": np.int32(-(2**31)), "hi": np.int32(2**31 - 1)}
+
+
 def _run(target, operands, results, attributes, change):
   operands = {name: change.get(name, x) for name, x in operands.items()}
   results = {name: change.get(name, x) for name, x in results.items()}
@@ -71,6 +90,10 @@ def _run(target, operands, results, attributes, change):
 def test_right_shapes_are_accepted():
   _forward({})
   _backward({})
+  _softmax_forward({})
+  _softmax_forward({"mask": ((0,), np.bool_), "offset": ((0, 0), _F32)})
+  _softmax_backward({})
+  _softmax_backward({"dot": ((0,), _F32)})
 
 
 @pytest.mark.parametrize(
@@ -116,6 +139,45 @@ def test_forward_names_the_wrong_operand(name, wrong):
 def test_backward_names_the_wrong_operand(name, wrong):
   with pytest.raises(jax.errors.JaxRuntimeError, match=f"attention backward: {name}"):
     _backward({name: wrong})
+
+
+@pytest.mark.parametrize(
+  ("name", "wrong"),
+  [
+    ("x", ((3, 4, 5), _F32)),
+    ("x", ((2, 3, 4, 5), np.int32)),
+    ("y", ((2, 3, 4, 6), _F32)),
+    ("y", ((2, 3, 4, 5), np.float16)),
+    ("mask", ((4, 5), np.bool_)),
+    ("mask", ((2, 2, 4, 5), np.bool_)),
+    ("mask", ((2, 1, 4, 5), np.int8)),
+    ("mask", ((2, 1, 4, 5), np.float16)),
+    ("offset", ((3,), _F32)),
+    ("offset", ((), _F32)),
+    ("offset", ((3, 3), _F32)),
+    ("offset", ((1, 3), np.float16)),
+    ("offset_probability", ((2, 3, 5), _F32)),
+    ("offset_probability", ((0,), _F32)),
+  ],
+)
+def test_softmax_forward_names_the_wrong_operand(name, wrong):
+  with pytest.raises(jax.errors.JaxRuntimeError, match=f"softmax forward: {name} "):
+    _softmax_forward({name: wrong})
+
+
+@pytest.mark.parametrize(
+  ("name", "wrong"),
+  [
+    ("y", ((4, 5), _F32)),
+    ("dy", ((2, 3, 4, 6), _F32)),
+    ("dx", ((2, 3, 4, 5), np.float16)),
+    ("dot", ((2, 3, 5), _F32)),
+    ("dot", ((2, 3, 4), np.float16)),
+  ],
+)
+def test_softmax_backward_names_the_wrong_operand(name, wrong):
+  with pytest.raises(jax.errors.JaxRuntimeError, match=f"softmax backward: {name} "):
+    _softmax_backward({name: wrong})
 
 
 def test_wrongly_typed_attribute_is_an_error():

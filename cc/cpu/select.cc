@@ -1,25 +1,49 @@
-// Chooses among the instruction-set variants of tile_kernels.cc. CMakeLists.txt lists the same
-// variants with their compiler flags.
+// Chooses among the instruction-set variants of tile_kernels.cc and row_kernels.cc. CMakeLists.txt
+// lists the same variants with their compiler flags.
 
+#include "cc/cpu/row_kernels.h"
 #include "cc/cpu/tile_kernels.h"
 
 namespace jax_magi::cpu {
 
 extern const TileKernels kBaselineTileKernels;
+extern const RowKernels kBaselineRowKernels;
 #if defined(__x86_64__)
-extern const TileKernels kAvx2TileKernels;
-extern const TileKernels kAvx512TileKernels;
+extern const TileKernels kAvx2TileKernels, kAvx512TileKernels;
+extern const RowKernels kAvx2RowKernels, kAvx512RowKernels;
 #endif
 
-const TileKernels& SelectTileKernels() {
+namespace {
+
+// The variants of a table, narrowest first.
+#if defined(__x86_64__)
+#define JAX_MAGI_VARIANTS(kernels) {&kBaseline##kernels, &kAvx2##kernels, &kAvx512##kernels}
+#else
+#define JAX_MAGI_VARIANTS(kernels) {&kBaseline##kernels}
+#endif
+
+// Its place among the variants.
+int WidestVariant() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    return kAvx512TileKernels;
+    return 2;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2TileKernels;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
-  return kBaselineTileKernels;
+  return 0;
+}
+
+}  // namespace
+
+const TileKernels& SelectTileKernels() {
+  static const TileKernels* const variants[] = JAX_MAGI_VARIANTS(TileKernels);
+  return *variants[WidestVariant()];
+}
+
+const RowKernels& SelectRowKernels() {
+  static const RowKernels* const variants[] = JAX_MAGI_VARIANTS(RowKernels);
+  return *variants[WidestVariant()];
 }
 
 }  // namespace jax_magi::cpu

@@ -9,25 +9,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cc/cuda/arithmetic.cuh"
 #include "cc/mask.h"
 #include "cute/numeric/numeric_types.hpp"
 
 namespace jax_magi::cuda {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float Reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // To about 1e-7, absolutely: tanh.approx would cost fp16 its last bits.
 __device__ __forceinline__ float Tanh(float x) {

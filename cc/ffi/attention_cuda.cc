@@ -3,6 +3,7 @@
 #include "cc/cuda/kernels.h"
 #include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
+#include "cc/ffi/cuda_error.h"
 #include "cc/ffi/handlers.h"
 
 namespace jax_magi {
@@ -26,12 +27,6 @@ ffi::Error CheckCuda(const std::string& context, const AttentionShape& shape, bo
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
   return ffi::Error::Success();
-}
-
-ffi::Error ToError(const std::string& context, const cuda::Status& status) {
-  if (status.message == nullptr) return ffi::Error::Success();
-  return ffi::Error::Internal(context + ": " + status.message + " (" + status.file + ":" +
-                              std::to_string(status.line) + ")");
 }
 
 ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,

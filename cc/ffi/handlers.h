@@ -14,8 +14,12 @@
 
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_attention_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_attention_backward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_softmax_forward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cpu_softmax_backward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_backward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_softmax_forward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_softmax_backward);
 
 // A call of a CUDA kernel as it is traced, and what it needs.
 struct CudaCall {

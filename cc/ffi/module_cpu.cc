@@ -13,6 +13,10 @@ NB_MODULE(_cpu, m) {
         nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_attention_forward));
     handlers["jax_magi_attention_backward"] =
         nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_attention_backward));
+    handlers["jax_magi_softmax_forward"] =
+        nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_softmax_forward));
+    handlers["jax_magi_softmax_backward"] =
+        nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_softmax_backward));
     return handlers;
   });
 }

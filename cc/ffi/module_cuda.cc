@@ -51,6 +51,10 @@ NB_MODULE(_cuda, m) {
         nb::capsule(reinterpret_cast<void*>(jax_magi_cuda_attention_forward));
     handlers["jax_magi_attention_backward"] =
         nb::capsule(reinterpret_cast<void*>(jax_magi_cuda_attention_backward));
+    handlers["jax_magi_softmax_forward"] =
+        nb::capsule(reinterpret_cast<void*>(jax_magi_cuda_softmax_forward));
+    handlers["jax_magi_softmax_backward"] =
+        nb::capsule(reinterpret_cast<void*>(jax_magi_cuda_softmax_backward));
     return handlers;
   });
   m.def("needs", &Needs, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),

@@ -1,0 +1,12 @@
+// Element types that the kernels take.
+
+#ifndef JAX_MAGI_DTYPE_H_
+#define JAX_MAGI_DTYPE_H_
+
+namespace jax_magi {
+
+enum class DType { kF32, kBF16, kF16 };
+
+}  // namespace jax_magi
+
+#endif  // JAX_MAGI_DTYPE_H_

@@ -1,0 +1,34 @@
+// Checks of operands and results that all handlers share.
+
+#ifndef JAX_MAGI_FFI_CHECKS_H_
+#define JAX_MAGI_FFI_CHECKS_H_
+
+#include <initializer_list>
+#include <string>
+
+#include "cc/dtype.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_magi {
+
+// An operand or result, with the name that errors use.
+struct NamedBuffer {
+  const char* name;
+  xla::ffi::AnyBuffer buffer;
+};
+
+// `context` is the op's name. Each returns an error that names op and operand.
+xla::ffi::Error CheckDims(const char* context, const NamedBuffer& named,
+                          std::initializer_list<int64_t> expected);
+xla::ffi::Error CheckDType(const char* context, const NamedBuffer& named,
+                           std::initializer_list<xla::ffi::DataType> allowed);
+xla::ffi::Error Invalid(const char* context, const char* name, const std::string& what);
+
+DType ToDType(xla::ffi::DataType type);
+
+}  // namespace jax_magi
+
+#define JAX_MAGI_RETURN_IF_ERROR(expression) \
+  if (xla::ffi::Error error = (expression); error.failure()) return error
+
+#endif  // JAX_MAGI_FFI_CHECKS_H_

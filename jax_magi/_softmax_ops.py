@@ -1,0 +1,184 @@
+"""Fused scale + mask + softmax as a differentiable JAX op over a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi import _ffi
+from jax_magi._dispatch import by_platform, fold_batch
+from jax_magi._sharding import keep_batch_and_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxConfig:
+  """What is static about a call. Row i sees columns i + lo .. i + hi."""
+
+  scale: float
+  lo: int
+  hi: int
+  donate: bool
+  implementation: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def softmax(config: SoftmaxConfig, x, mask, offset):
+  """Softmax over the last axis of `scale * x + mask`, over what band and mask show.
+
+  Args:
+    config: see `SoftmaxConfig`.
+    x: `[batch, heads, q_len, k_len]`.
+    mask: bool (True is visible) or floats to add, x's shape with any dimension 1; or None.
+    offset: float32 `[batch or 1, heads]`, one more logit in each row; or None.
+
+  Returns:
+    Probabilities like x; rows that see nothing are zero.
+  """
+  return _softmax_fwd(config, x, mask, offset)[0]
+
+
+def _softmax_fwd(config, x, mask, offset):
+  y, *rest = _forward(config, mask is not None, offset is not None)(
+    *(a for a in (x, mask, offset) if a is not None)
+  )
+  offset_probability = rest[0] if rest else None
+  return y, (y, mask, offset, offset_probability)
+
+
+def _softmax_bwd(config, residuals, dy):
+  y, mask, offset, offset_probability = residuals
+  dx, *rest = _backward(config, offset is not None)(y, dy)
+  dmask = None
+  if mask is not None and mask.dtype != bool:
+    # Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it.
+    dtype = np.promote_types(y.dtype, np.float32)
+    ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)[0]
+    dmask = _sum_to(ds, mask.shape).astype(mask.dtype)
+  doffset = None
+  if offset is not None:
+    doffset = _sum_to(-jnp.sum(offset_probability * rest[0], axis=-1), offset.shape)
+  return dx, dmask, doffset
+
+
+softmax.defvjp(_softmax_fwd, _softmax_bwd)
+
+
+def _sum_to(x, shape):
+  """Sums over what was broadcast."""
+  axes = tuple(i for i, size in enumerate(shape) if size == 1)
+  return jnp.sum(x, axis=axes, keepdims=True)
+
+
+# --- The two kernel calls, each usable under vmap and jit with shardings ---
+
+_X, _OFFSET, _ROWS = "bhqk", "bh", "bhq"
+
+# Bounded, as each shape has a band of its own.
+_cache = functools.lru_cache(maxsize=256)
+
+
+@_cache
+def _forward(config: SoftmaxConfig, has_mask: bool, has_offset: bool) -> Callable:
+  """(x, mask?, offset?) -> (y, offset_probability?)."""
+
+  def with_all(fun, *operands):
+    x, *rest = operands
+    mask = rest.pop(0) if has_mask else None
+    y, offset_probability = fun(x, mask, rest[0] if has_offset else None)
+    return (y, offset_probability) if has_offset else (y,)
+
+  options: dict[str, Any] = {"scale": config.scale, "lo": config.lo, "hi": config.hi}
+  native = functools.partial(_ffi.softmax_forward, **options, donate=config.donate)
+  plain = functools.partial(_plain_forward, **options)
+  operands = [_X, *[_X] * has_mask, *[_OFFSET] * has_offset]
+  return _dispatch(
+    config,
+    native=functools.partial(with_all, native),
+    plain=functools.partial(with_all, plain),
+    operands=operands,
+    results=[_X, *[_ROWS] * has_offset],
+    shared=tuple(range(1, len(operands))),
+  )
+
+
+@_cache
+def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable:
+  """(y, dy) -> (dx, dot?)."""
+
+  def asked_for(fun, y, dy):
+    dx, dot = fun(y, dy)
+    return (dx, dot) if with_dot else (dx,)
+
+  band: dict[str, Any] = {"lo": config.lo, "hi": config.hi}
+  native = functools.partial(
+    _ffi.softmax_backward, scale=config.scale, **band, donate=config.donate, with_dot=with_dot
+  )
+  plain = functools.partial(_plain_backward, scale=config.scale)
+  return _dispatch(
+    config,
+    native=functools.partial(asked_for, native),
+    plain=functools.partial(asked_for, plain),
+    operands=[_X, _X],
+    results=[_X, *[_ROWS] * with_dot],
+    shared=(),
+  )
+
+
+def _dispatch(
+  config: SoftmaxConfig,
+  *,
+  native: Callable,
+  plain: Callable,
+  operands: list[str],
+  results: list[str],
+  shared: tuple[int, ...],
+) -> Callable:
+  def supports(platform, x, *_):
+    return _ffi.softmax_obstacle(platform, x) is None
+
+  natives = dict.fromkeys(("cpu", "cuda"), keep_batch_and_heads(native, operands, results))
+  return fold_batch(
+    by_platform(config.implementation, supports, natives=natives, plain=plain), shared
+  )
+
+
+# --- The same in plain JAX, in float32 at least ---
+
+
+def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
+  dtype = np.promote_types(x.dtype, np.float32)
+  logits = x.astype(dtype) * scale
+  in_band = _in_band(x.shape[-2:], lo, hi)
+  if mask is not None and mask.dtype != bool:
+    logits = logits + mask.astype(dtype)
+  visible = in_band & mask if mask is not None and mask.dtype == bool else in_band
+  logits = jnp.where(visible, logits, -jnp.inf)
+  extra = jnp.array(-jnp.inf, dtype) if offset is None else offset.astype(dtype)[:, :, None, None]
+  largest = jnp.maximum(logits.max(axis=-1, keepdims=True, initial=-jnp.inf), extra)
+  largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+  weights = jnp.exp(logits - largest)
+  extra_weight = jnp.exp(extra - largest)
+  total = weights.sum(axis=-1, keepdims=True) + extra_weight
+  inverse = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))
+  y = jnp.where(in_band, weights * inverse, 0.0).astype(x.dtype)
+  return y, (extra_weight * inverse)[..., 0].astype(np.float32)
+
+
+def _plain_backward(y, dy, *, scale: float):
+  dtype = np.promote_types(y.dtype, np.float32)
+  wide_y, wide_dy = y.astype(dtype), dy.astype(dtype)
+  dot = jnp.sum(wide_y * wide_dy, axis=-1)
+  dx = scale * wide_y * (wide_dy - dot[..., None])
+  return dx.astype(y.dtype), dot.astype(np.float32)
+
+
+def _in_band(shape: tuple[int, ...], lo: int, hi: int):
+  row = jax.lax.broadcasted_iota(np.int32, shape, 0)
+  column = jax.lax.broadcasted_iota(np.int32, shape, 1)
+  return (column - row >= lo) & (column - row <= hi)
