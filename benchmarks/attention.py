@@ -1,10 +1,10 @@
 """Times attention: against XLA's dense attention on a CPU, against cuDNN's on a GPU.
 
-python -m benchmarks.attention [--json FILE] [--plot FILE] [--parts PART ...]
+python -m benchmarks.attention [--json FILE] [--plot FILE] [--parts PART ...] [--lengths N ...]
 
 On a CPU it prints the time of the forward pass, of forward and backward, and the peak memory of a
 process that runs both, for growing lengths. On a GPU see attention_gpu.py; `--parts` chooses among
-its parts.
+its parts, `--lengths` the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -132,13 +132,14 @@ def main() -> None:
   parser.add_argument("--json", type=Path)
   parser.add_argument("--plot", type=Path)
   parser.add_argument("--parts", nargs="+", default=[], choices=list(attention_gpu.PARTS))
+  parser.add_argument("--lengths", nargs="+", type=int)
   parser.add_argument("--peak-memory", nargs=2, metavar=("BY", "LENGTH"), help=argparse.SUPPRESS)
   arguments = parser.parse_args()
   if arguments.peak_memory:
     measure_own_peak_memory(arguments.peak_memory[0], int(arguments.peak_memory[1]))
     return
   if jax.default_backend() == "gpu":
-    attention_gpu.main(arguments.json, arguments.plot, arguments.parts)
+    attention_gpu.main(arguments.json, arguments.plot, arguments.parts, arguments.lengths)
     return
 
   print(f"{LENGTH} tokens, {NUM_HEADS} heads, head_dim {HEAD_DIM}, float32, {jax.devices()[0]}")

@@ -219,7 +219,7 @@ def time_traced_masks(length: int = 2048) -> list[dict]:
   return rows
 
 
-def time_max_logits(lengths: tuple[int, ...] = (4096, 8192, 16384)) -> list[dict]:
+def time_max_logits(lengths: list[int]) -> list[dict]:
   """Cost of return_max_logits=True, on and off in turns."""
   rows = []
   for length in lengths:
@@ -260,12 +260,12 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
   figure.savefig(path, dpi=120)
 
 
-# Part of the benchmark -> its rows.
-PARTS: dict[str, Callable[[], list[dict]]] = {
-  "forward": lambda: time_forward(LENGTHS),
-  "backward": lambda: time_backward([n for n in LENGTHS if 4096 <= n <= 32768]),
-  "max_logits": time_max_logits,
-  "traced_masks": time_traced_masks,
+# Part of the benchmark -> its rows, given the numbers of tokens or none.
+PARTS: dict[str, Callable[[list[int] | None], list[dict]]] = {
+  "forward": lambda lengths: time_forward(lengths or LENGTHS),
+  "backward": lambda lengths: time_backward(lengths or [n for n in LENGTHS if 4096 <= n <= 32768]),
+  "max_logits": lambda lengths: time_max_logits(lengths or [4096, 8192, 16384]),
+  "traced_masks": lambda _: time_traced_masks(),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
@@ -275,14 +275,16 @@ _TITLES = {
 }
 
 
-def main(json_path: Path | None, plot_path: Path | None, parts: list[str]) -> None:
+def main(
+  json_path: Path | None, plot_path: Path | None, parts: list[str], lengths: list[int] | None
+) -> None:
   device = jax.devices()[0]
   rate = matrix_product_rate()
   print(f"{device.device_kind}, 8192^3 bf16 matrix product {rate:.0f} TFLOP/s")
   results: dict[str, Any] = {"device": device.device_kind}
   for part in parts or PARTS:
     print(_TITLES[part])
-    results[part] = PARTS[part]()
+    results[part] = PARTS[part](lengths)
   rate_after = matrix_product_rate()
   print(f"matrix product again {rate_after:.0f} TFLOP/s")
   results["matrix_product"] = [rate, rate_after]

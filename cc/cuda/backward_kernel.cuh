@@ -112,11 +112,11 @@ struct BackwardConsumer {
     WaitWgmma<0>();
     // No product is in flight from one turn of the loop to the next, or ptxas would run all
     // products one by one.
-    for (bool is_last = false, has_y = false; !is_last;) {
+    for (bool is_last = false; !is_last;) {
       const int x_stage = x_ring.stage, y_stage = y_ring.stage;
       const int flags = shared.block[x_stage].flags;
       is_last = flags & kLast;
-      if (!has_y) Wait(&shared.y_full[y_stage], y_ring.phase);
+      Wait(&shared.y_full[y_stage], y_ring.phase);
       y_ring.Advance();
       IssueDp(y_stage);
       FenceRegisters(scores);
@@ -148,7 +148,6 @@ struct BackwardConsumer {
       }
       ArriveByWarp(&shared.y_empty[y_stage], thread);
       x_ring.Advance();
-      const bool has_x = is_last || IsDone(&shared.x_full[x_ring.stage], x_ring.phase);
       if constexpr (Config::kHasDq) {
         FenceAsyncProxy();
         NamedSync(kDsWritten, 2 * kWarpgroup);
@@ -158,7 +157,7 @@ struct BackwardConsumer {
           if (step < Config::kDqSteps - 1) {
             WaitWgmma<0>();
           } else {
-            IssueNextScores(has_x);
+            IssueNextScores(is_last);
             WaitWgmma<1>();
           }
           FenceRegisters(dq);
@@ -167,13 +166,12 @@ struct BackwardConsumer {
         }
         ds_stage ^= 1;
       } else {
-        IssueNextScores(has_x);
+        IssueNextScores(is_last);
         WaitWgmma<1>();
         FenceRegisters(dx);
       }
       Arrive(&shared.x_empty[x_stage]);
       ReadAhead(shared.lse[x_ring.stage], lse);
-      has_y = !is_last && IsDone(&shared.y_full[y_ring.stage], y_ring.phase);
       WaitWgmma<0>();
     }
   }
@@ -191,8 +189,8 @@ struct BackwardConsumer {
   }
 
   // After the last block these are of no use, but must not depend on a condition.
-  __device__ __forceinline__ void IssueNextScores(bool has_x) {
-    if (!has_x) Wait(&shared.x_full[x_ring.stage], x_ring.phase);
+  __device__ __forceinline__ void IssueNextScores(bool is_last) {
+    if (!is_last) Wait(&shared.x_full[x_ring.stage], x_ring.phase);
     IssueScores(x_ring.stage);
   }
 
@@ -354,13 +352,11 @@ struct BackwardConsumer {
     constexpr int kHalf = Config::kDqQueries * 32;
     float* box = shared.dq + group * 2 * kHalf;
     Wait(&shared.dq_empty[group], DqPhase(step) ^ 1);
-    // Of the half's 32 dims and 8 queries: a float of a chunk of four, swizzled by the query.
-    const int query = 2 * (lane % 4), dim = warp % 2 * 16 + lane / 4;
-    const int first = warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      // The next query, and 8 dims further on: bits that are 0 in `first` but for the swizzle.
-      float* column = box + (first ^ (e % 2 * (32 + 4) + e / 2 * 8));
+      const int query = 2 * (lane % 4) + e % 2;                // Of 8.
+      const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
+      float* column = box + warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
 #pragma unroll
       for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = dq[4 * i + e];
     }

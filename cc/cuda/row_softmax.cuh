@@ -51,9 +51,13 @@ constexpr int BlockThreads(int threads_per_row) {
   return threads_per_row < 128 ? 128 : threads_per_row;
 }
 
-// At least so many blocks share a multiprocessor: 128 registers a thread. With fewer, too little
-// memory traffic is on its way while others compute; with more, the widest spreads would spill.
-constexpr int MinBlocks(int threads_per_row) { return 512 / BlockThreads(threads_per_row); }
+// At least so many blocks share a multiprocessor. With fewer, too little memory traffic is on its
+// way while others compute; with more, there would be too few registers.
+constexpr int MinBlocks(int threads_per_row, int num_threads) {
+  return num_threads / BlockThreads(threads_per_row);
+}
+template <typename Mask>
+constexpr int kForwardThreads = std::is_same_v<Mask, NoMask> ? 1024 : 768;
 
 // --- Reductions over the threads of a row ---
 
@@ -182,7 +186,8 @@ __device__ __forceinline__ float GetOffset(const SoftmaxForwardParams& p, const 
 }
 
 template <typename Element, typename Mask, int kThreads, int kVectors>
-__global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads))
+__global__ void __launch_bounds__(BlockThreads(kThreads),
+                                  MinBlocks(kThreads, kForwardThreads<Mask>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams p) {
   constexpr int kSize = kVectorSize<Element>;
   const int thread = threadIdx.x % kThreads;
@@ -222,7 +227,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads))
 constexpr int kChunkVectors = 4;
 
 template <typename Element, typename Mask, int kThreads>
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads))
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
     LongSoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams p) {
   constexpr int kSize = kVectorSize<Element>;
   constexpr int kStep = kThreads * kChunkVectors;
@@ -312,7 +317,7 @@ __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& p, uint32_t row) 
 }
 
 template <typename Element, int kThreads, int kVectors>
-__global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads))
+__global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 512))
     SoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams p) {
   const uint32_t index = RowIndex<kThreads>();
   const int thread = threadIdx.x % kThreads;
@@ -325,7 +330,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads))
 }
 
 template <typename Element, int kThreads>
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads))
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
     LongSoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams p) {
   constexpr int kStep = kThreads * kChunkVectors;
   const int thread = threadIdx.x;

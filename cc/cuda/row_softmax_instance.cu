@@ -49,27 +49,32 @@ struct Spread {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_;
 };
 
-// Calls `launch` with the smallest spread that holds a row; with void if none does.
-//
-// A warp a row as long as it can: its reductions need no barrier. Eight vectors of each of two
-// arrays are what fits in registers without leaving too few warps to hide the memory's latency.
-template <typename LaunchFn>
-Status WithSpread(int64_t num_vectors, const LaunchFn& launch) {
-  const auto holds = [&](auto spread) { return num_vectors <= spread.kThreads * spread.kVectors; };
-  if (Spread<8, 1> s; holds(s)) return launch(s);
-  if (Spread<32, 1> s; holds(s)) return launch(s);
-  if (Spread<32, 2> s; holds(s)) return launch(s);
-  if (Spread<32, 4> s; holds(s)) return launch(s);
-  if (Spread<32, 8> s; holds(s)) return launch(s);
-  if (Spread<128, 4> s; holds(s)) return launch(s);
-  if (Spread<128, 8> s; holds(s)) return launch(s);
-  if (Spread<256, 8> s; holds(s)) return launch(s);
-  return launch(Spread<kLongThreads, 0>{});
+template <typename... kSpreads>
+struct SpreadList {};
+
+// The forward pass turns vectors into floats, twice their size: four of them a thread leave room
+// for many threads, which hide each other's reductions and exponentials. The backward pass keeps
+// eight vectors of each of two arrays as they are. A warp a row where it can be: its reductions
+// need no barrier.
+using ForwardSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
+                                  Spread<128, 2>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
+using BackwardSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
+                                   Spread<32, 8>, Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
+
+// Calls `launch` with the first spread that holds a row; with no vectors if none does.
+template <typename LaunchFn, typename First, typename... Rest>
+Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchFn& launch) {
+  if (num_vectors <= First::kThreads * First::kVectors) return launch(First{});
+  if constexpr (sizeof...(Rest) > 0) {
+    return WithSpread(SpreadList<Rest...>{}, num_vectors, launch);
+  } else {
+    return launch(Spread<kLongThreads, 0>{});
+  }
 }
 
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
-  return WithSpread(MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
+  return WithSpread(ForwardSpreads{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
     constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
     if constexpr (kVectors == 0) {
       return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads, stream);
@@ -120,7 +125,7 @@ Status SoftmaxVariant<kDType>::Backward(const SoftmaxBackwardArgs& args, cudaStr
   using Element = ElementOf<kDType>;
   const SoftmaxBackwardParams params{
       GetRowsParams(args.shape), args.scale, args.y, args.dy, args.dx, args.dot};
-  return WithSpread(MaxVectors<Element>(args.shape.k_len), [&](auto spread) {
+  return WithSpread(BackwardSpreads{}, MaxVectors<Element>(args.shape.k_len), [&](auto spread) {
     constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
     if constexpr (kVectors == 0) {
       return Launch(LongSoftmaxBackwardKernel<Element, kThreads>, params, kThreads, stream);

@@ -5,8 +5,6 @@
 namespace jax_magi::cuda {
 namespace {
 
-constexpr int kNumBins = 1024;  // Tiles are sorted by number of blocks; longer ones share a bin.
-
 struct ScheduleArgs {
   int num_lists;  // Slice lists: one for each batch element, or one for all.
   int num_rows, num_columns, num_slices;
@@ -100,8 +98,11 @@ __device__ int SumBefore(int x, int* scratch) {
   return before + sum - x;
 }
 
-// Bin 0 holds the heaviest.
-__device__ int BinOf(const Tile& tile) { return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1); }
+// Tiles are sorted by number of blocks; longer ones share the first bin.
+template <int kNumBins>
+__device__ int BinOf(const Tile& tile) {
+  return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
+}
 
 __device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logits) {
   // The attention kernel may come up meanwhile: it waits for this one where it must.
@@ -114,13 +115,12 @@ __global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max
   Reset(counter, max_logits, num_max_logits);
 }
 
-// One block of threads: cuts rows into tiles, then sorts them by counting.
+// One block of threads: cuts rows into tiles, then sorts them by counting, a thread a bin.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     ScheduleKernel(ScheduleArgs args, WorkCounter* counter, Tile* unsorted, float* max_logits,
                    int num_max_logits) {
-  constexpr int kBinsPerThread = kNumBins / kThreads;
-  __shared__ int bins[kNumBins], rows[kThreads];
+  __shared__ int bins[kThreads], rows[kThreads];
   __shared__ Segment segments[kThreads];
   Reset(counter, max_logits, num_max_logits);
   TileList* list = reinterpret_cast<TileList*>(counter + 1);
@@ -137,8 +137,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (thread == 0) list->num_tiles = num_tiles;
   __syncthreads();
-  int* own_bins = bins + thread * kBinsPerThread;
-  for (int i = 0; i < kBinsPerThread; ++i) own_bins[i] = 0;
+  bins[thread] = 0;
   __syncthreads();
 
   const auto make_tile = [&](int i) {
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(kThreads)
     tile.num_rows = Min(num_rows, segment.end - tile.begin);
     CountBlocks(args.slices + int64_t{tile.batch} * args.num_slices, args.num_slices, args.num_rows,
                 args.num_columns, args.tiling, tile);
-    atomicAdd(&bins[BinOf(tile)], 1);
+    atomicAdd(&bins[BinOf<kThreads>(tile)], 1);
     return tile;
   };
   for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
@@ -168,18 +167,11 @@ __global__ void __launch_bounds__(kThreads)
   Tile own{};
   if (thread < num_tiles) own = make_tile(thread);
   __syncthreads();
-  // Sums over bins, to where each begins.
-  int count = 0;
-  for (int i = 0; i < kBinsPerThread; ++i) count += own_bins[i];
-  int begin = SumBefore(count, rows);
-  for (int i = 0; i < kBinsPerThread; ++i) {
-    const int size = own_bins[i];
-    own_bins[i] = begin;
-    begin += size;
-  }
+  const int count = bins[thread];
+  bins[thread] = SumBefore(count, rows);  // To where each begins.
   __syncthreads();
   const auto put = [&](const Tile& tile) {
-    list->tiles()[atomicAdd(&bins[BinOf(tile)], 1)] = tile;
+    list->tiles()[atomicAdd(&bins[BinOf<kThreads>(tile)], 1)] = tile;
   };
   if (thread < num_tiles) put(own);
   for (int i = thread + kThreads; i < num_tiles; i += kThreads) put(unsorted[i]);
@@ -240,7 +232,8 @@ cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Sli
   Tile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
   // The attention kernel waits for the list: few threads are the quickest where they are enough.
   constexpr int kFew = 128, kMany = 1024;
-  const bool is_small = NumCandidates(args) <= kFew && MaxTiles(shape, tiling) <= 2 * kFew;
+  const bool is_small = NumCandidates(args) <= kFew && MaxTiles(shape, tiling) <= kFew &&
+                        CeilDiv(args.num_columns, tiling.num_columns) < kFew;
   const auto kernel = is_small ? ScheduleKernel<kFew> : ScheduleKernel<kMany>;
   kernel<<<1, is_small ? kFew : kMany, 0, stream>>>(args, counter, unsorted, max_logits,
                                                     num_max_logits);
