@@ -56,8 +56,8 @@ constexpr int BlockThreads(int threads_per_row) {
 constexpr int MinBlocks(int threads_per_row, int num_threads) {
   return num_threads / BlockThreads(threads_per_row);
 }
-template <typename Mask>
-constexpr int kForwardThreads = std::is_same_v<Mask, NoMask> ? 1024 : 768;
+template <typename Mask, int kVectors>
+constexpr int kForwardThreads = std::is_same_v<Mask, NoMask> && kVectors <= 4 ? 1024 : 512;
 
 // --- Reductions over the threads of a row ---
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ float GetOffset(const SoftmaxForwardParams& p, const 
 
 template <typename Element, typename Mask, int kThreads, int kVectors>
 __global__ void __launch_bounds__(BlockThreads(kThreads),
-                                  MinBlocks(kThreads, kForwardThreads<Mask>))
+                                  MinBlocks(kThreads, kForwardThreads<Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams p) {
   constexpr int kSize = kVectorSize<Element>;
   const int thread = threadIdx.x % kThreads;

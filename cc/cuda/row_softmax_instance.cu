@@ -52,14 +52,12 @@ struct Spread {
 template <typename... kSpreads>
 struct SpreadList {};
 
-// The forward pass turns vectors into floats, twice their size: four of them a thread leave room
-// for many threads, which hide each other's reductions and exponentials. The backward pass keeps
-// eight vectors of each of two arrays as they are. A warp a row where it can be: its reductions
-// need no barrier.
-using ForwardSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
-                                  Spread<128, 2>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
-using BackwardSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
-                                   Spread<32, 8>, Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
+// A warp a row where it can be: its reductions need no barrier. Beyond, eight vectors a thread; but
+// where there is but one array to read, four, as more threads hide each other's barriers.
+using Spreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>, Spread<32, 8>,
+                           Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
+using SpreadsOfOneArray = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
+                                     Spread<32, 8>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
 
 // Calls `launch` with the first spread that holds a row; with no vectors if none does.
 template <typename LaunchFn, typename First, typename... Rest>
@@ -74,15 +72,18 @@ Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchF
 
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
-  return WithSpread(ForwardSpreads{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
-    constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
-    if constexpr (kVectors == 0) {
-      return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads, stream);
-    } else {
-      return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>, params, kThreads,
-                    stream);
-    }
-  });
+  return WithSpread(std::conditional_t<std::is_same_v<Mask, NoMask>, SpreadsOfOneArray, Spreads>{},
+                    MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
+                      constexpr int kThreads = decltype(spread)::kThreads,
+                                    kVectors = decltype(spread)::kVectors;
+                      if constexpr (kVectors == 0) {
+                        return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params,
+                                      kThreads, stream);
+                      } else {
+                        return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>,
+                                      params, kThreads, stream);
+                      }
+                    });
 }
 
 }  // namespace
@@ -125,7 +126,7 @@ Status SoftmaxVariant<kDType>::Backward(const SoftmaxBackwardArgs& args, cudaStr
   using Element = ElementOf<kDType>;
   const SoftmaxBackwardParams params{
       GetRowsParams(args.shape), args.scale, args.y, args.dy, args.dx, args.dot};
-  return WithSpread(BackwardSpreads{}, MaxVectors<Element>(args.shape.k_len), [&](auto spread) {
+  return WithSpread(Spreads{}, MaxVectors<Element>(args.shape.k_len), [&](auto spread) {
     constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
     if constexpr (kVectors == 0) {
       return Launch(LongSoftmaxBackwardKernel<Element, kThreads>, params, kThreads, stream);
