@@ -58,7 +58,11 @@ def _softmax_bwd(config, residuals, dy):
   if mask is not None and mask.dtype != bool:
     # Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it.
     dtype = np.promote_types(y.dtype, np.float32)
-    ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)[0]
+    ds, dot = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)
+    if mask.shape[-1] == 1:
+      # Added to a whole row, it only weighs against the offset; a sum over the row would be that of
+      # the probabilities' rounding.
+      ds = (dot * (0.0 if offset is None else offset_probability))[..., None].astype(dtype)
     dmask = _sum_to(ds, mask.shape).astype(mask.dtype)
   doffset = None
   if offset is not None:

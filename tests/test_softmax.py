@@ -64,7 +64,18 @@ def _cases(draw):
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(_cases(), st.sampled_from(["f32", "bf16"]))
 def test_random_case(case, dtype):
-  check_softmax(case, dtype, "cpu")
+  check_softmax(case, dtype, "cpu", num_draws=8)
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_what_is_added_to_a_whole_row_has_no_gradient(implementation):
+  x, dy = _normal(2, 3, 5, 40), _normal(2, 3, 5, 40, seed=1)
+
+  def fun(bias):
+    y = fused_scale_mask_softmax(x, bias, is_causal=True, implementation=implementation)
+    return jnp.sum(y * dy)
+
+  assert (jax.grad(fun)(_normal(3, 5, 1, seed=2)) == 0).all()
 
 
 # --- Special rows ---
