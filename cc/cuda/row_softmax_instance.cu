@@ -59,6 +59,9 @@ using Spreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32
 using SpreadsOfOneArray = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
                                      Spread<32, 8>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
 
+template <typename Mask>
+using ForwardSpreads = std::conditional_t<std::is_same_v<Mask, NoMask>, SpreadsOfOneArray, Spreads>;
+
 // Calls `launch` with the first spread that holds a row; with no vectors if none does.
 template <typename LaunchFn, typename First, typename... Rest>
 Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchFn& launch) {
@@ -72,18 +75,17 @@ Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchF
 
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
-  return WithSpread(std::conditional_t<std::is_same_v<Mask, NoMask>, SpreadsOfOneArray, Spreads>{},
-                    MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
-                      constexpr int kThreads = decltype(spread)::kThreads,
-                                    kVectors = decltype(spread)::kVectors;
-                      if constexpr (kVectors == 0) {
-                        return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params,
-                                      kThreads, stream);
-                      } else {
-                        return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>,
-                                      params, kThreads, stream);
-                      }
-                    });
+  return WithSpread(
+      ForwardSpreads<Mask>{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
+        constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
+        if constexpr (kVectors == 0) {
+          return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads,
+                        stream);
+        } else {
+          return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>, params, kThreads,
+                        stream);
+        }
+      });
 }
 
 }  // namespace
