@@ -215,7 +215,8 @@ def plot(rows: list[dict], path: Path) -> None:
       ax.set_xticks(np.arange(len(CASES)) + 0.27, [name.replace(" ", "\n", 2) for name in CASES])
       ax.tick_params(axis="x", labelsize=7)
       ax.set(title=f"{direction}, {list(shape)} bf16", ylabel="ms")
-      ax.legend(fontsize=8)
+      ax.margins(y=0.2)  # For the legend.
+      ax.legend(fontsize=8, loc="upper left", ncols=3)
   figure.savefig(path, dpi=120)
 
 
