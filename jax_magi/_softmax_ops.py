@@ -54,20 +54,26 @@ def _softmax_fwd(config, x, mask, offset):
 def _softmax_bwd(config, residuals, dy):
   y, mask, offset, offset_probability = residuals
   dx, *rest = _backward(config, offset is not None)(y, dy)
-  dmask = None
-  if mask is not None and mask.dtype != bool:
-    # Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it.
-    dtype = np.promote_types(y.dtype, np.float32)
-    ds, dot = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)
-    if mask.shape[-1] == 1:
-      # Added to a whole row, it only weighs against the offset; a sum over the row would be that of
-      # the probabilities' rounding.
-      ds = (dot * (0.0 if offset is None else offset_probability))[..., None].astype(dtype)
-    dmask = _sum_to(ds, mask.shape).astype(mask.dtype)
-  doffset = None
+  doffset, against_offset = None, None
   if offset is not None:
-    doffset = _sum_to(-jnp.sum(offset_probability * rest[0], axis=-1), offset.shape)
-  return dx, dmask, doffset
+    against_offset = offset_probability * rest[0]  # What a row's scores gain together.
+    doffset = _sum_to(-jnp.sum(against_offset, axis=-1), offset.shape)
+  return dx, _mask_gradient(mask, y, dy, against_offset), doffset
+
+
+def _mask_gradient(mask, y, dy, against_offset):
+  """Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it."""
+  if mask is None or mask.dtype == bool:
+    return None
+  if mask.shape[-1] == 1:
+    # Added to a whole row, it only weighs against the offset; a sum over the row would be that of
+    # the probabilities' rounding.
+    if against_offset is None:
+      return jnp.zeros_like(mask)
+    return _sum_to(against_offset[..., None], mask.shape).astype(mask.dtype)
+  dtype = np.promote_types(y.dtype, np.float32)
+  ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)[0]
+  return _sum_to(ds, mask.shape).astype(mask.dtype)
 
 
 softmax.defvjp(_softmax_fwd, _softmax_bwd)
