@@ -72,17 +72,16 @@ struct SumOp {
 // partial results for each, and does not wait until that has been read.
 template <int kThreads, typename Op>
 __device__ __forceinline__ float ReduceRow(float x, Op op) {
-  static_assert(kThreads <= 32 || kThreads == BlockThreads(kThreads), "one row in a block");
 #pragma unroll
   for (int distance = (kThreads < 32 ? kThreads : 32) / 2; distance > 0; distance /= 2) {
     x = op(x, __shfl_xor_sync(~0u, x, distance));
   }
   if constexpr (kThreads > 32) {
     constexpr int kWarps = kThreads / 32;
-    __shared__ float partial[kWarps];
+    __shared__ float partial[BlockThreads(kThreads) / 32];
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
     __syncthreads();
-    x = partial[threadIdx.x % kWarps];
+    x = partial[threadIdx.x / kThreads * kWarps + threadIdx.x % kWarps];
 #pragma unroll
     for (int distance = kWarps / 2; distance > 0; distance /= 2) {
       x = op(x, __shfl_xor_sync(~0u, x, distance));

@@ -57,7 +57,7 @@ struct SpreadList {};
 using Spreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>, Spread<32, 8>,
                            Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
 using SpreadsOfOneArray = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
-                                     Spread<32, 8>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
+                                     Spread<64, 4>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
 
 template <typename Mask>
 using ForwardSpreads = std::conditional_t<std::is_same_v<Mask, NoMask>, SpreadsOfOneArray, Spreads>;
