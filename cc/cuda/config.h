@@ -71,20 +71,15 @@ template <int kHeadDim, bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile;
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<64, kHasSoftcap, kPart> {
-  static constexpr int kDimGroups = 1;
-  static constexpr int kBlockColumns = kHasSoftcap                       ? 64
-                                       : kPart == BackwardPart::kAll     ? 128
-                                       : kPart == BackwardPart::kQueries ? 160
-                                                                         : 144;
+  static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
   static constexpr int kXStages = 3, kYStages = 2;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<128, kHasSoftcap, kPart> {
+  // Alone, dQ leaves registers for wider blocks.
+  static constexpr bool kIsWide = kPart == BackwardPart::kQueries;
   static constexpr int kDimGroups = 1;
-  static constexpr int kBlockColumns = kPart == BackwardPart::kQueries ? (kHasSoftcap ? 96 : 128)
-                                       : kHasSoftcap                   ? 48
-                                       : kPart == BackwardPart::kAll   ? 64
-                                                                       : 80;
+  static constexpr int kBlockColumns = kHasSoftcap ? (kIsWide ? 96 : 48) : (kIsWide ? 128 : 64);
   static constexpr int kXStages = kBlockColumns > 96 ? 2 : 3, kYStages = 2;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
@@ -112,8 +107,7 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // window, and few enough to stay in the L2 cache.
   static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = 3 * kWarpgroup;
-  static constexpr bool kNeedsMost =
-      kPart == BackwardPart::kKeysValues ? kHeadDim <= 128 : kHeadDim == 128 && kByKeys;
+  static constexpr bool kNeedsMost = kHeadDim == 128 && kByKeys;
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
 };
