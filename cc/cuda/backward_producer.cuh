@@ -114,10 +114,18 @@ struct BackwardProducer {
     if (lane == 0) {
       shared.item.remaining = shared.item.tile.num_blocks * params.heads_per_pack;
       shared.item.first_head = FirstHead();
+      // A tile that meets several slices takes them all for one head after the other; else some
+      // blocks are taken for all heads, then the next.
+      const bool is_simple = shared.item.tile.slice_end - shared.item.tile.slice_begin <= 1;
+      shared.item.num_heads = is_simple ? params.heads_per_pack : 1;
     }
     __syncwarp();
-    LoadBlocks();
-    __syncwarp();
+    while (shared.item.remaining > 0) {
+      LoadBlocks();
+      __syncwarp();
+      if (lane == 0) shared.item.first_head += shared.item.num_heads;
+      __syncwarp();
+    }
   }
 
   __device__ __forceinline__ int FirstHead() const {
@@ -151,7 +159,7 @@ struct BackwardProducer {
     ForEachSlice<Config::kByKeys>(params.work, shared.item.tile, lane, load);
   }
 
-  // Calls load() for each query head of the pack, which is in shared memory: registers are scarce.
+  // Calls load() for each query head of the turn, which is in shared memory: registers are scarce.
   template <typename Load>
   __device__ __forceinline__ void ForEachHead(Load load) {
     if (lane == 0) shared.item.head = shared.item.first_head;
@@ -161,7 +169,7 @@ struct BackwardProducer {
       __syncwarp();
       if (lane == 0) ++shared.item.head;
       __syncwarp();
-    } while (shared.item.head < shared.item.first_head + params.heads_per_pack);
+    } while (shared.item.head < shared.item.first_head + shared.item.num_heads);
   }
 
   __device__ __forceinline__ int ColumnHead() const {

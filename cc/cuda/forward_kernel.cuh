@@ -268,18 +268,20 @@ struct Consumer {
     CommitWgmma();
   }
 
-  __device__ __forceinline__ int BlockFlags() const { return shared.block[k_ring.stage].flags; }
+  __device__ __forceinline__ int BlockFlags() const {
+    return LoadByWarp(shared.block[k_ring.stage].flags);
+  }
 
   // The scores have arrived: hides what the mask hides, and gives the keys back.
   __device__ __forceinline__ void FinishScores(const TileInfo& tile, int flags) {
     FenceRegisters(scores);
     if (flags & kMasked) {
-      const BlockInfo& info = shared.block[k_ring.stage];
+      const BlockInfo info = LoadByWarp(shared.block[k_ring.stage]);
       const int rows[2] = {tile.begin + (PackedRow(0) >> params.log2_pack),
                            tile.begin + (PackedRow(1) >> params.log2_pack)};
       HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
-    Arrive(&shared.k_empty[k_ring.stage]);
+    ArriveByWarp(&shared.k_empty[k_ring.stage], thread);
     k_ring.Advance();
   }
 
@@ -366,7 +368,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     PrefetchTensorMap(&params.v_map);
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitRing(shared.q_full, shared.q_empty, 1, kConsumers);
-    InitRing(shared.k_full, shared.k_empty, 1, kConsumers);
+    InitRing(shared.k_full, shared.k_empty, 1, kConsumers / 32);
     InitRing(shared.v_full, shared.v_empty, 1, kConsumers / 32);
     FenceBarrierInit();
   }

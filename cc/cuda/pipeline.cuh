@@ -51,9 +51,22 @@ __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
   if (thread % 32 == 0) Arrive(barrier);
 }
 
+// One thread of the warp reads, and tells the others: it may then arrive for them.
+template <typename T>
+__device__ __forceinline__ T LoadByWarp(const T& source) {
+  static_assert(sizeof(T) % 4 == 0, "a shuffle is of words");
+  T result;
+  auto* to = reinterpret_cast<int*>(&result);
+  const auto* from = reinterpret_cast<const int*>(&source);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) {
+    to[i] = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? from[i] : 0, 0);
+  }
+  return result;
+}
+
 // A ring's barriers: `full` completes with so many arrivals of the producer, `empty` of consumers:
-// of every thread where threads have read words of the stage, of a thread for each warp where only
-// products have.
+// of every thread where all have read words of the stage, else of a thread for each warp.
 template <int kStages>
 __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
                                          int full_arrivals, int empty_arrivals) {
@@ -70,10 +83,10 @@ struct WorkItem {
   uint32_t pack, number;
   int32_t slice;
   Range columns;
-  int32_t first_head;  // Of the pack.
-  int32_t head;        // That is being worked on.
-  int32_t remaining;   // Blocks, of all heads.
-  uint32_t num_done;   // Tiles before this one.
+  int32_t first_head, num_heads;  // That are worked on in turn.
+  int32_t head;                   // That is being worked on.
+  int32_t remaining;              // Blocks, of all heads.
+  uint32_t num_done;              // Tiles before this one.
 };
 
 // Calls load() for the work of this block of threads, which it finds in `item`. For one warp.
