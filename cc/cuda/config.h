@@ -20,23 +20,29 @@ struct ForwardTile<64, 64, kHasSoftcap> {
   static constexpr int kNumConsumers = kHasSoftcap ? 2 : 3;  // tanh takes registers, too.
   static constexpr int kBlockN = 128;
   static constexpr int kQStages = 2, kKStages = 4, kVStages = 4;
+  static constexpr bool kQInRegisters = false;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<128, 128, kHasSoftcap> {
   static constexpr int kNumConsumers = 2;
   // A third stage of k and v is worth 2% over a second one of q.
   static constexpr int kQStages = 1, kKStages = 3, kVStages = 3;
+  // In registers, queries leave shared memory's bandwidth to keys, and their stage to the next
+  // tile.
+  static constexpr bool kQInRegisters = !kHasSoftcap;
   static constexpr int kBlockN = kHasSoftcap ? 96 : 128;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<192, 128, kHasSoftcap> {
   static constexpr int kNumConsumers = 2, kBlockN = kHasSoftcap ? 80 : 112;
   static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
+  static constexpr bool kQInRegisters = false;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<256, 256, kHasSoftcap> {
   static constexpr int kNumConsumers = 2;
   static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
+  static constexpr bool kQInRegisters = false;
   static constexpr int kBlockN = kHasSoftcap ? 48 : 64;
 };
 

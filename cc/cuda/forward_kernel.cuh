@@ -169,6 +169,7 @@ struct Consumer {
   RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
 
+  uint32_t q[Config::kQInRegisters ? Config::kHeadDim / 4 : 1];
   float scores[kBlockN / 2];
   uint32_t p[kBlockN / 4];
   float acc[Config::kValueDim / 2];
@@ -209,6 +210,10 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
     if (tile.num_blocks == 0) return ReleaseQueries();
+    if constexpr (Config::kQInRegisters) {
+      LoadQueries();
+      ReleaseQueries();
+    }
 
     float correction[2];
     WaitForKeys();
@@ -239,11 +244,22 @@ struct Consumer {
       if (has_moved) Rescale(correction);
       PackProbabilities<Element>(scores, p);
     }
-    ReleaseQueries();
+    if constexpr (!Config::kQInRegisters) ReleaseQueries();
     Wait(&shared.v_full[v_ring.stage], v_ring.phase);
     IssueValues();
     WaitWgmma<0>();
     FinishValues();
+  }
+
+  // As wgmma wants them: 16 rows of the warp, 16 dims a step.
+  __device__ __forceinline__ void LoadQueries() {
+    const int row = group * 64 + thread / 32 * 16 + thread % 16;
+#pragma unroll
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+      const int chunk = 2 * (step % 4) + thread % 32 / 16;
+      const Element* panel = shared.q[q_ring.stage] + step / 4 * Config::kBlockM * 64;
+      LoadMatrices(panel + row * 64 + (chunk ^ (row % 8)) * 8, q + 4 * step);
+    }
   }
 
   __device__ __forceinline__ void WaitForKeys() {
@@ -254,9 +270,15 @@ struct Consumer {
     constexpr uint32_t kPanel = 64 * sizeof(Element);
     FenceRegisters(scores);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kBlockN, Config::kHeadDim>(
-        RowDescriptor(shared.q[q_ring.stage] + group * 64 * 64), Config::kBlockM * kPanel,
-        RowDescriptor(shared.k[k_ring.stage]), kBlockN * kPanel, scores);
+    const uint64_t keys = RowDescriptor(shared.k[k_ring.stage]);
+    if constexpr (Config::kQInRegisters) {
+      MultiplyRegisterRowsKeys<Element, kBlockN, Config::kHeadDim>(q, keys, kBlockN * kPanel,
+                                                                   scores);
+    } else {
+      MultiplyRowsKeys<Element, kBlockN, Config::kHeadDim>(
+          RowDescriptor(shared.q[q_ring.stage] + group * 64 * 64), Config::kBlockM * kPanel, keys,
+          kBlockN * kPanel, scores);
+    }
     CommitWgmma();
   }
 

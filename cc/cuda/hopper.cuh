@@ -147,6 +147,14 @@ __device__ __forceinline__ void StoreMatricesTransposed(void* address, const uin
                : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void LoadMatrices(const void* address, uint32_t* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(SharedAddress(address))
+               : "memory");
+}
+
 // --- Registers ---
 
 template <int kCount>
@@ -228,6 +236,22 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
     WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
                       Advance(keys, panel * (keys_bytes / 16) + offset), scores,
                       /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+  }
+}
+
+// The same, with the rows in registers.
+template <typename Element, int kN, int kDim>
+__device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[kDim / 4],
+                                                         uint64_t keys, uint32_t keys_bytes,
+                                                         float (&scores)[kN / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
+                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>());
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);
+    WgmmaRegister<Atom>(rows + 4 * step, Advance(keys, panel * (keys_bytes / 16) + offset), scores,
+                        /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
   }
 }
 
