@@ -49,15 +49,14 @@ struct BackwardConsumer {
   RingPosition<Config::kYStages> y_ring;
   int ds_stage = 0;
 
-  float scores[kColumns / 2];  // With a cap, then tanh.
-  float dp[kColumns / 2];
+  float scores[kColumns / 2];  // Then tanh of them, with a cap, or probabilities.
+  float dp[kColumns / 2];      // delta - dP.
   uint32_t p[kColumns / 4], ds[kColumns / 4];
   float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
   float dq[Config::kDqQueries / 2];
   float row_lse[2], row_delta[2];  // Where rows are queries.
   // Where columns are: read ahead of their use, as shared memory is busy with products.
-  static constexpr int kRead = Config::kReadAhead ? kColumns / 8 : 1;
-  float2 lse[kRead], delta[kRead];
+  float2 lse[Config::kReadAhead ? kColumns / 8 : 1];
 
   __device__ __forceinline__ int RowGroup() const { return Config::kDimGroups == 1 ? group : 0; }
   __device__ __forceinline__ int DimGroup() const { return Config::kDimGroups == 1 ? 0 : group; }
@@ -108,7 +107,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void Compute() {
     Wait(&shared.x_full[x_ring.stage], x_ring.phase);
     IssueScores(x_ring.stage);
-    ReadAhead(shared.lse[x_ring.stage], lse);
+    ReadStatistics(x_ring.stage);
     WaitWgmma<0>();
     // No product is in flight from one turn of the loop to the next, or ptxas would run all
     // products one by one.
@@ -123,7 +122,6 @@ struct BackwardConsumer {
       if (flags & kMasked) Hide(shared.block[x_stage]);
       if constexpr (Config::kHasSoftcap) {
         CapScores();
-        ReadAhead(shared.delta[x_stage], delta);
         WaitWgmma<0>();
         FenceRegisters(dp);
         CappedGradients(x_stage);
@@ -132,13 +130,12 @@ struct BackwardConsumer {
         Probabilities(x_stage);
         if constexpr (Config::kByKeys) {
           IssueDy(y_stage);
-          ReadAhead(shared.delta[x_stage], delta);
           WaitWgmma<1>();
         } else {
           WaitWgmma<0>();
         }
         FenceRegisters(dp);
-        ScoreGradients(x_stage);
+        ScoreGradients();
       }
       if constexpr (Config::kHasDq) WriteDs();
       IssueDx(x_stage);
@@ -171,15 +168,23 @@ struct BackwardConsumer {
         FenceRegisters(dx);
       }
       Arrive(&shared.x_empty[x_stage]);
-      ReadAhead(shared.lse[x_ring.stage], lse);
+      ReadStatistics(x_ring.stage);
       WaitWgmma<0>();
     }
   }
 
-  __device__ __forceinline__ void ReadAhead(const float* source, float2 (&destination)[kRead]) {
-    if constexpr (Config::kReadAhead) {
+  // dP is subtracted from delta by its product.
+  __device__ __forceinline__ void ReadStatistics(int stage) {
 #pragma unroll
-      for (int i = 0; i < kRead; ++i) destination[i] = ReadPair(source, i);
+    for (int i = 0; i < kColumns / 8; ++i) {
+      if constexpr (Config::kReadAhead) lse[i] = ReadPair(shared.lse[stage], i);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 delta = Config::kByKeys ? ReadPair(shared.delta[stage], i)
+                                             : make_float2(row_delta[r], row_delta[r]);
+        dp[4 * i + 2 * r] = delta.x;
+        dp[4 * i + 2 * r + 1] = delta.y;
+      }
     }
   }
 
@@ -209,7 +214,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void IssueDp(int stage) {
     FenceRegisters(dp);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kColumns, Config::kValueDim>(
+    MultiplyRowsKeys<Element, kColumns, Config::kValueDim, /*kSubtract=*/true>(
         RowDescriptor(shared.row_y + RowGroup() * 64 * 64), kRowPanel,
         RowDescriptor(shared.column_y[stage]), kColumnPanel, dp);
     CommitWgmma();
@@ -257,43 +262,40 @@ struct BackwardConsumer {
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }
 
-  // The statistics of pair `i` of columns and row `r`.
+  // Of pair `i` of columns and row `r`.
   __device__ __forceinline__ float2 Lse(int stage, int i, int r) const {
     if constexpr (!Config::kByKeys) return make_float2(row_lse[r], row_lse[r]);
     return Config::kReadAhead ? lse[i] : ReadPair(shared.lse[stage], i);
   }
-  __device__ __forceinline__ float2 Delta(int stage, int i, int r) const {
-    if constexpr (!Config::kByKeys) return make_float2(row_delta[r], row_delta[r]);
-    return Config::kReadAhead ? delta[i] : ReadPair(shared.delta[stage], i);
-  }
 
-  // Calls fun(e, lse, delta) for elements 2 * e and 2 * e + 1 of the block, in which a thread has
-  // them in pairs.
+  // Calls fun(e, lse) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them in
+  // pairs.
   template <typename Fun>
   __device__ __forceinline__ void ForEachPair(int stage, Fun fun) {
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        fun(2 * i + r, Lse(stage, i, r), Delta(stage, i, r));
-      }
+      for (int r = 0; r < 2; ++r) fun(2 * i + r, Lse(stage, i, r));
     }
   }
 
   __device__ __forceinline__ void Probabilities(int stage) {
-    ForEachPair(stage, [&](int e, float2 lse, float2) {
-      p[e] = PackPair<Element>(Exp2(scores[2 * e] * scale.log2 - lse.x),
-                               Exp2(scores[2 * e + 1] * scale.log2 - lse.y));
+    ForEachPair(stage, [&](int e, float2 lse) {
+      scores[2 * e] = Exp2(scores[2 * e] * scale.log2 - lse.x);
+      scores[2 * e + 1] = Exp2(scores[2 * e + 1] * scale.log2 - lse.y);
+      p[e] = PackPair<Element>(scores[2 * e], scores[2 * e + 1]);
     });
   }
 
-  // From the packed probabilities, as registers are scarce.
-  __device__ __forceinline__ void ScoreGradients(int stage) {
-    ForEachPair(stage, [&](int e, float2, float2 delta) {
-      const float2 probability = UnpackPair<Element>(p[e]);
-      ds[e] = PackPair<Element>(probability.x * (dp[2 * e] - delta.x),
-                                probability.y * (dp[2 * e + 1] - delta.y));
-    });
+  __device__ __forceinline__ void ScoreGradients() {
+#pragma unroll
+    for (int e = 0; e < kColumns / 4; ++e) {
+      // Packed ones are rounded, and take half the registers.
+      const float2 probability = Config::kKeepsProbabilities
+                                     ? make_float2(scores[2 * e], scores[2 * e + 1])
+                                     : UnpackPair<Element>(p[e]);
+      ds[e] = PackPair<Element>(probability.x * -dp[2 * e], probability.y * -dp[2 * e + 1]);
+    }
   }
 
   // With a cap, scores are tanh first: its gradient needs them.
@@ -305,14 +307,14 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void CappedGradients(int stage) {
-    ForEachPair(stage, [&](int e, float2 lse, float2 delta) {
+    ForEachPair(stage, [&](int e, float2 lse) {
       const float tanh[2] = {scores[2 * e], scores[2 * e + 1]};
       const float probability[2] = {Exp2(tanh[0] * scale.log2 - lse.x),
                                     Exp2(tanh[1] * scale.log2 - lse.y)};
       p[e] = PackPair<Element>(probability[0], probability[1]);
       const float slope[2] = {CapSlope(tanh[0]), CapSlope(tanh[1])};
-      ds[e] = PackPair<Element>(probability[0] * (dp[2 * e] - delta.x) * slope[0],
-                                probability[1] * (dp[2 * e + 1] - delta.y) * slope[1]);
+      ds[e] = PackPair<Element>(probability[0] * -dp[2 * e] * slope[0],
+                                probability[1] * -dp[2 * e + 1] * slope[1]);
     });
   }
 

@@ -102,7 +102,9 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
-  static constexpr bool kReadAhead = kByKeys && Tile::kBlockColumns <= 64;  // Registers.
+  // What registers allow.
+  static constexpr bool kReadAhead = kByKeys && Tile::kBlockColumns <= 64;
+  static constexpr bool kKeepsProbabilities = !kHasDq && (!kByKeys || Tile::kBlockColumns <= 64);
   static constexpr int kBlockRows = 128 / Tile::kDimGroups;
   // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
   // queries.

@@ -222,20 +222,23 @@ __device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, flo
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
-// `keys_bytes` are the sizes of their panels.
-template <typename Element, int kN, int kDim>
+// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory; or, to subtract,
+// scores -= that. `rows_bytes` and `keys_bytes` are the sizes of their panels.
+template <typename Element, int kN, int kDim, bool kSubtract = false>
 __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
                                                  uint32_t keys_bytes, float (&scores)[kN / 2]) {
-  using Atom =
-      decltype(cute::SM90::GMMA::ss_op_selector<
-               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>>());
+  using cute::SM90::GMMA::Major;
+  using cute::SM90::GMMA::ScaleIn;
+  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
+                        Major::K, Major::K, kSubtract ? ScaleIn::Neg : ScaleIn::One>());
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
     WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
                       Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+                      /*accumulate=*/kSubtract || step > 0,
+                      std::make_integer_sequence<int, kN / 2>());
   }
 }
 
