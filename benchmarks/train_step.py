@@ -104,7 +104,7 @@ def make_tokens(model: Model, num_steps: int) -> np.ndarray:
 
 def train(model: Model, attention: Callable, num_steps: int) -> dict:
   # Calm enough that rounding hardly grows: curves show the gradients, not chaos.
-  optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 1e-4, warmup_steps=20))
+  optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 3e-5, warmup_steps=20))
   params = init(model, jax.random.key(0))
   state = optimizer.init(params)
 
