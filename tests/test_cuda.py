@@ -98,13 +98,21 @@ def test_known_mask_gives_what_a_traced_one_does(case):
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 7, 16, 33, 64])
-@pytest.mark.parametrize("group", [2, 3, 6, 8])
-def test_short_queries_with_packed_heads(q_len, group):
+@pytest.mark.parametrize("group", [2, 3, 6, 8, 71, 130])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_short_queries_with_packed_heads(q_len, group, head_dim):
   rng = np.random.default_rng(q_len + group)
-  shape = (q_len, 300, 2 * group, 2, 128, 128)
+  shape = (q_len, 300, 2 * group, 2, head_dim, head_dim)
   inputs = make_inputs(rng, DTYPES["bf16"], *shape, 0)
   mask = AttentionMask.causal(q_len, 300)
   check_attention(inputs, mask, "cuda")
+
+
+def test_max_logits_of_minus_zero():
+  q, k = jnp.zeros((3, 2, 64), jnp.bfloat16), -jnp.ones((5, 2, 64), jnp.bfloat16)
+  options = {"return_max_logits": True, "implementation": "cuda"}
+  _, meta = jax_magi.attention(q, k, k, AttentionMask.full(3, 5), **options)
+  np.testing.assert_array_equal(meta.max_logits, [0.0, 0.0])
 
 
 def test_short_queries_in_a_batch():

@@ -367,9 +367,9 @@ struct Consumer {
   __device__ __forceinline__ void ReportMaxLogit(float largest, float* destination) {
     if (largest == -INFINITY) return;
     // As integers, floats of one sign are ordered; a positive NaN is above all others. A NaN logit
-    // must not look like a healthy head.
+    // must not look like a healthy head, and -0 not like the least of all.
     const float value =
-        isnan(largest) ? __int_as_float(0x7fc00000) : largest * params.softmax_scale;
+        isnan(largest) ? __int_as_float(0x7fc00000) : largest * params.softmax_scale + 0.0f;
     if (!(value < 0.0f)) {
       atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
     } else {

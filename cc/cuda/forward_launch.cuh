@@ -20,12 +20,14 @@ inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
 }
 
 // Short queries would leave most of a tile empty: then it holds several query heads of a kv head.
+// They fill it: so many bytes are waited for.
 template <typename Config>
 int Log2Pack(const AttentionShape& shape) {
   int log2_pack = 0;
-  while ((shape.q_len << (log2_pack + 1)) <= Config::kBlockM && (1 << log2_pack) < shape.group()) {
-    ++log2_pack;
-  }
+  const auto fits = [&](int pack) {
+    return Config::kBlockM % pack == 0 && shape.q_len * pack <= Config::kBlockM;
+  };
+  while ((1 << log2_pack) < shape.group() && fits(2 << log2_pack)) ++log2_pack;
   return log2_pack;
 }
 
