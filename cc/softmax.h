@@ -71,11 +71,14 @@ struct ScoreScale {
 };
 
 // Where nothing is added to x, differences are taken before they are scaled: with large scores that
-// is more accurate. `before` then carries the sign, so that the maximum stays a maximum.
+// is more accurate. `before` then carries the sign, so that the maximum stays a maximum, and halves
+// where a scale makes differences finite that overflow without it.
 JAX_MAGI_INLINE ScoreScale GetScoreScale(const SoftmaxForwardArgs& args) {
   const bool is_alone = args.mask.kind != MaskKind::kAdditive && args.offset == nullptr;
   if (!is_alone || args.scale == 0.0f) return {args.scale, 1.0f};
-  return args.scale > 0.0f ? ScoreScale{1.0f, args.scale} : ScoreScale{-1.0f, -args.scale};
+  const float size = args.scale > 0.0f ? args.scale : -args.scale;
+  const float before = size < 1.0f ? 0.5f : 1.0f;
+  return {args.scale > 0.0f ? before : -before, size / before};
 }
 
 }  // namespace jax_magi

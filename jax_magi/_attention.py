@@ -346,7 +346,7 @@ def _slices(
     return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
 
   if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
-    slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)])
+    slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
     slices = slices.reshape(batch, max_segments, 6)
   else:
     slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))

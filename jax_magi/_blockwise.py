@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_magi._slices import touches, visible
+from jax_magi._slices import clamped, touches, visible
 from jax_magi._varying import vary_like, vary_together
 
 # Large enough to keep matrix units busy, small enough that a block of scores fits in cache.
@@ -21,6 +21,7 @@ _BLOCK = 512
 
 def attention_forward(q, k, v, slices, sink, *, softmax_scale: float, softcap: float):
   """Returns out, lse, max_logits."""
+  slices = clamped(slices, q.shape[1], k.shape[1])
   q, k, v, slices, sink = vary_together(q, k, v, slices, sink)
 
   def one(q, k, v, slices, sink):
@@ -33,6 +34,7 @@ def attention_backward(
   q, k, v, dout, lse, delta, slices, *, softmax_scale: float, softcap: float, dkv_dtype: Any
 ):
   """Returns dq in float32, dk and dv in `dkv_dtype`."""
+  slices = clamped(slices, q.shape[1], k.shape[1])
   operands = vary_together(q, k, v, dout, lse, delta, slices)
 
   def one(*operands):

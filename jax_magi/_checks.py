@@ -141,7 +141,7 @@ def make_config(
 
 
 def check_number(name: str, value: Any) -> float:
-  """A static number that float32 holds."""
+  """A static number that float32 holds; 0 where it underflows there."""
   if isinstance(value, jax.core.Tracer):
     raise ValueError(f"{name} must be a static number, got a traced value")
   if isinstance(value, (str, bytes)):
@@ -151,6 +151,7 @@ def check_number(name: str, value: Any) -> float:
   except (TypeError, ValueError):
     raise ValueError(f"{name} must be a number, got {value!r}") from None
   with np.errstate(over="ignore"):
-    if not math.isfinite(np.float32(number)):
-      raise ValueError(f"{name} must be finite in float32, got {number}")
-  return number
+    rounded = np.float32(number)
+  if not math.isfinite(rounded):
+    raise ValueError(f"{name} must be finite in float32, got {number}")
+  return number if rounded else 0.0

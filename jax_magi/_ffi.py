@@ -211,7 +211,7 @@ def attention_backward(
     sm_margin=np.int32(sm_margin),
   )
   if num_splits > 1:
-    sums = (x.reshape(num_splits, -1, *x.shape[1:]).sum(axis=0) for x in parts)
+    sums = (x.reshape(num_splits, len(k), *x.shape[1:]).sum(axis=0) for x in parts)
     parts = [x.astype(dkv_dtype) for x in sums]
   dk, dv = parts
   # The CUDA kernel leaves the scale to whatever reads dq next.

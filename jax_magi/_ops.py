@@ -64,6 +64,8 @@ def _attention_bwd(config, residuals, cotangents):
   dout, dlse, _ = cotangents
   # With P = softmax(S), dS = P * (dP - delta); the gradient of lse adds P * dlse.
   delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1) - dlse
+  # A row that sees nothing has no gradient, whatever the caller made of its lse.
+  delta = jnp.where(lse == -jnp.inf, 0.0, delta)
   sink_probability = jnp.exp(sink[:, None, :] - lse)
   dsink = -jnp.sum(jnp.where(lse == -jnp.inf, 0.0, sink_probability * delta), axis=1)
   rows_last = (0, 2, 1)

@@ -52,6 +52,13 @@ def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | ja
   return value.astype(np.int32)
 
 
+def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
+  """What slices show inside the arrays: those of a traced mask may reach beyond them."""
+  low = np.array([0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED], np.int32)
+  high = np.array([q_len, q_len, k_len, k_len, UNBOUNDED, UNBOUNDED], np.int32)
+  return jnp.clip(slices, low, high)
+
+
 def check_length(name: str, length: Any) -> int:
   if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
     raise ValueError(f"{name} must be a static integer, got {length!r}")

@@ -308,7 +308,7 @@ def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
       return a[None, None]
     if name == "mask":
       batch = _batch_of_mask(a, x)
-      if batch > 1:
+      if batch != 1:
         a = jnp.broadcast_to(a, x.shape[:-3] + a.shape[-3:])
       return a.reshape(batch, *a.shape[-3:])
     return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])

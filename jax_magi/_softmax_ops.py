@@ -58,10 +58,10 @@ def _softmax_bwd(config, residuals, dy):
   if offset is not None:
     against_offset = offset_probability * rest[0]  # What a row's scores gain together.
     doffset = _sum_to(-jnp.sum(against_offset, axis=-1), offset.shape)
-  return dx, _mask_gradient(mask, y, dy, against_offset), doffset
+  return dx, _mask_gradient(config, mask, y, dy, against_offset), doffset
 
 
-def _mask_gradient(mask, y, dy, against_offset):
+def _mask_gradient(config, mask, y, dy, against_offset):
   """Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it."""
   if mask is None or mask.dtype == bool:
     return None
@@ -72,7 +72,8 @@ def _mask_gradient(mask, y, dy, against_offset):
       return jnp.zeros_like(mask)
     return _sum_to(against_offset[..., None], mask.shape).astype(mask.dtype)
   dtype = np.promote_types(y.dtype, np.float32)
-  ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0)[0]
+  band = {"lo": config.lo, "hi": config.hi}
+  ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0, **band)[0]
   return _sum_to(ds, mask.shape).astype(mask.dtype)
 
 
@@ -129,7 +130,7 @@ def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable:
   native = functools.partial(
     _ffi.softmax_backward, scale=config.scale, **band, donate=config.donate, with_dot=with_dot
   )
-  plain = functools.partial(_plain_backward, scale=config.scale)
+  plain = functools.partial(_plain_backward, scale=config.scale, **band)
   return _dispatch(
     config,
     native=functools.partial(asked_for, native),
@@ -180,9 +181,10 @@ def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
   return y, (extra_weight * inverse)[..., 0].astype(np.float32)
 
 
-def _plain_backward(y, dy, *, scale: float):
+def _plain_backward(y, dy, *, scale: float, lo: int, hi: int):
   dtype = np.promote_types(y.dtype, np.float32)
-  wide_y, wide_dy = y.astype(dtype), dy.astype(dtype)
+  wide_y = y.astype(dtype)
+  wide_dy = jnp.where(_in_band(y.shape[-2:], lo, hi), dy.astype(dtype), 0.0)
   dot = jnp.sum(wide_y * wide_dy, axis=-1)
   dx = scale * wide_y * (wide_dy - dot[..., None])
   return dx.astype(y.dtype), dot.astype(np.float32)

@@ -108,6 +108,36 @@ def test_short_queries_with_packed_heads(q_len, group, head_dim):
   check_attention(inputs, mask, "cuda")
 
 
+@pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_empty_sequences(q_len, k_len, deterministic):
+  q, k, v = _arrays((q_len, 4, 64), (k_len, 2, 64), (k_len, 2, 64))
+  mask = AttentionMask.full(q_len, k_len)
+  options = {"return_max_logits": True, "implementation": "cuda", "deterministic": deterministic}
+
+  def fun(q, k, v):
+    out, meta = jax_magi.attention(q, k, v, mask, **options)
+    return out.sum(), meta
+
+  (_, meta), gradients = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(q, k, v)
+  assert (meta.lse == -jnp.inf).all() and (meta.max_logits == -jnp.inf).all()
+  assert all((g == 0).all() for g in gradients)
+
+
+def test_lse_of_rows_that_see_nothing_has_no_gradient():
+  q, k, v = _arrays((200, 4, 128), (200, 2, 128), (200, 2, 128))
+  mask = AttentionMask(np.array([[0, 40, 0, 40, -(2**30), 2**30]], np.int32), 200, 200)
+  is_valid = np.arange(200)[:, None] < 40
+
+  def fun(q, k, v):
+    lse = jax_magi.attention(q, k, v, mask, implementation="cuda")[1].lse
+    return jnp.where(is_valid, lse**2, 0.0).sum()  # Its gradient is 0 * inf for other rows.
+
+  for gradient in jax.grad(fun, (0, 1, 2))(q, k, v):
+    assert jnp.isfinite(gradient).all()
+    assert (gradient[40:] == 0).all()
+
+
 def test_max_logits_of_minus_zero():
   q, k = jnp.zeros((3, 2, 64), jnp.bfloat16), -jnp.ones((5, 2, 64), jnp.bfloat16)
   options = {"return_max_logits": True, "implementation": "cuda"}

@@ -133,8 +133,35 @@ def test_what_the_band_hides_is_not_read(implementation):
   y, vjp = jax.vjp(fun, x)
   poisoned, poisoned_vjp = jax.vjp(fun, np.where(causal, x, np.nan))
   np.testing.assert_array_equal(poisoned, y)
-  if implementation == "cpu":
-    np.testing.assert_array_equal(poisoned_vjp(np.where(causal, dy, np.nan))[0], vjp(dy)[0])
+  np.testing.assert_array_equal(poisoned_vjp(np.where(causal, dy, np.nan))[0], vjp(dy)[0])
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_what_the_band_hides_is_not_in_a_bias_gradient(implementation):
+  causal = np.tril(np.ones((30, 40), bool), 10)
+  x, bias, dy = (_normal(30, 40, seed=i) for i in range(3))
+
+  def fun(bias):
+    return fused_scale_mask_softmax(x, bias, is_causal=True, implementation=implementation)
+
+  vjp = jax.vjp(fun, bias)[1]
+  np.testing.assert_array_equal(vjp(np.where(causal, dy, np.nan))[0], vjp(dy)[0])
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_scores_near_overflow(implementation):
+  x = np.array([[2e38, -2e38]], np.float32)
+  y = fused_scale_mask_softmax(x, scale=2e-38, implementation=implementation)
+  np.testing.assert_allclose(y, jax.nn.softmax(np.array([[4.0, -4.0]])), rtol=1e-5)
+  y = fused_scale_mask_softmax(
+    np.zeros((1, 4), np.float32), scale=3e38, implementation=implementation
+  )
+  np.testing.assert_array_equal(y, np.full((1, 4), 0.25))
+
+
+def test_empty_leading_axis_beside_a_mask_that_has_another():
+  y = fused_scale_mask_softmax(np.zeros((2, 0, 3, 4, 5)), np.ones((2, 1, 1, 4, 5), bool))
+  assert y.shape == (2, 0, 3, 4, 5)
 
 
 def test_large_offsets_take_everything():

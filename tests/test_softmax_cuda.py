@@ -44,6 +44,15 @@ def test_many_blocks_of_threads(k_len, dtype, kind):
   check_softmax(SoftmaxCase(f"large-{kind}-{k_len}", shape, **options), dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("k_len", [1000, 1999, 2048])
+@pytest.mark.parametrize("q_len", [1, 3, 2051])
+def test_rows_that_do_not_fill_their_block_of_threads(q_len, k_len, dtype):
+  # Under a causal mask, rows that see nothing beside rows that see something.
+  case = SoftmaxCase(f"rows-{q_len}-{k_len}", (1, 1, q_len, k_len), is_causal=q_len > k_len)
+  check_softmax(case, dtype, "cuda")
+
+
 @pytest.mark.parametrize("k_len", [7, 100, 2048, 5001, 50001])
 def test_donation_works_in_place(k_len):
   x = _normal(7, 33, k_len)

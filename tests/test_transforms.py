@@ -348,10 +348,11 @@ def test_platforms_without_native_kernels_get_the_blockwise_path():
   assert _TARGET in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", [*_IMPLEMENTATIONS, None])
 @pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
-def test_empty_sequences(implementation, q_len, k_len):
-  q, k, v = _arrays(0, (q_len, 4, 8), (k_len, 2, 8), (k_len, 2, 8))
+def test_empty_sequences(implementation, q_len, k_len, dtype):
+  q, k, v = (x.astype(dtype) for x in _arrays(0, (q_len, 4, 8), (k_len, 2, 8), (k_len, 2, 8)))
   mask = AttentionMask.full(q_len, k_len)
   fun = functools.partial(_loss, implementation=implementation)
   grad = jax.grad(lambda *x: fun(*x, mask.slices, None)[1][0].sum(), (0, 1, 2))
@@ -359,3 +360,41 @@ def test_empty_sequences(implementation, q_len, k_len):
     assert g.shape == x.shape and (g == 0).all()
   _, (out, meta) = fun(q, k, v, mask.slices, None)
   assert (out == 0).all() and (meta.lse == -jnp.inf).all() and (meta.max_logits == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_traced_slices_may_reach_beyond_the_arrays(implementation):
+  length = 600
+  q, k, v = _arrays(0, (length, 4, 8), (length, 2, 8), (length, 2, 8))
+  beyond = np.array([[-5, length + 9, -7, length + 100, -(2**30), 2**30]], np.int32)
+  fun = jax.jit(functools.partial(_loss, implementation=implementation, sink=None))
+  options = {"rtol": 1e-6}
+  found = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(q, k, v, beyond)
+  wanted = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(
+    q, k, v, AttentionMask.full(length).slices
+  )
+  jax.tree.map(functools.partial(np.testing.assert_allclose, **options), found, wanted)
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_lse_of_rows_that_see_nothing_has_no_gradient(implementation):
+  q, k, v = _arrays(0, (200, 4, 8), (200, 2, 8), (200, 2, 8))
+  mask = AttentionMask(np.array([[0, 40, 0, 40, -(2**30), 2**30]], np.int32), 200, 200)
+  is_valid = np.arange(200)[:, None] < 40
+
+  def fun(q, k, v):
+    lse = jax_magi.attention(q, k, v, mask, implementation=implementation)[1].lse
+    return jnp.where(is_valid, lse**2, 0.0).sum()  # Its gradient is 0 * inf for other rows.
+
+  for gradient in jax.grad(fun, (0, 1, 2))(q, k, v):
+    assert np.isfinite(gradient).all()
+    assert (gradient[40:] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_scale_that_underflows_is_zero(implementation):
+  q, k, v = _arrays(0, (20, 4, 8), (20, 2, 8), (20, 2, 8))
+  fun = functools.partial(
+    jax_magi.attention, q, k, v, AttentionMask.causal(20), implementation=implementation
+  )
+  np.testing.assert_array_equal(fun(softmax_scale=1e-50)[0], fun(softmax_scale=0.0)[0])

@@ -48,6 +48,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   JAX_MAGI_RETURN_IF_BAD(PrepareWork(shape, tiling, args.slices, options, args.max_logits,
                                      num_packs, PacksPerSection(shape, packs_per_kv_head),
                                      &params.work));
+  if (shape.q_len == 0) return {};
   // Without keys, these are described but never read.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;

@@ -1,9 +1,9 @@
 // Softmax of rows, forward and backward.
 //
 // Both are bound by memory, so everything here is about reading each element once, in 16-byte
-// vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp, a
-// warp, or a block. Each loads its kVectors vectors before it uses any, and keeps them in
-// registers. Rows too long for that are read twice, in chunks.
+// vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp,
+// one or two warps, or a block. Each loads its kVectors vectors before it uses any, and keeps them
+// in registers. Rows too long for that are read twice, in chunks.
 
 #ifndef JAX_MAGI_CUDA_ROW_SOFTMAX_CUH_
 #define JAX_MAGI_CUDA_ROW_SOFTMAX_CUH_

@@ -1,5 +1,8 @@
 // The softmax kernels of one element type: JAX_MAGI_VARIANT.
 
+#include <algorithm>
+#include <limits>
+
 #include "cc/cuda/row_softmax.cuh"
 #include "cc/cuda/row_softmax.h"
 
@@ -100,7 +103,7 @@ Status SoftmaxVariant<kDType>::Forward(const SoftmaxForwardArgs& args, cudaStrea
     num_sharing = mask.batch_stride == 0 ? shape.batch * shape.heads : shape.heads;
   }
   ScoreScale scale = GetScoreScale(args);
-  scale.after *= kLog2E;
+  scale.after = std::min(scale.after * kLog2E, std::numeric_limits<float>::max());
   const SoftmaxForwardParams params{GetRowsParams(shape),
                                     mask,
                                     static_cast<uint32_t>(shape.heads),
