@@ -87,6 +87,13 @@ def test_segment_ids(causal):
   np.testing.assert_allclose(jax.jit(ours)(q, k, v, ids), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_segment_ids_of_an_empty_batch():
+  q, k = jnp.zeros((0, 5, 4, 8)), jnp.zeros((0, 5, 2, 8))
+  ids = np.zeros((0, 5), np.int32)
+  out = jax_magi.dot_product_attention(q, k, k, segment_ids=ids, max_segments=3)
+  assert out.shape == q.shape
+
+
 def test_attention_mask_and_meta():
   q, k, v = _inputs()
   mask = jax_magi.AttentionMask.prefix_lm(9, 40)
