@@ -65,9 +65,10 @@ def _attention_bwd(config, residuals, cotangents):
   # With P = softmax(S), dS = P * (dP - delta); the gradient of lse adds P * dlse.
   delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1) - dlse
   # A row that sees nothing has no gradient, whatever the caller made of its lse.
-  delta = jnp.where(lse == -jnp.inf, 0.0, delta)
-  sink_probability = jnp.exp(sink[:, None, :] - lse)
-  dsink = -jnp.sum(jnp.where(lse == -jnp.inf, 0.0, sink_probability * delta), axis=1)
+  sees_nothing = lse == -jnp.inf
+  delta = jnp.where(sees_nothing, 0.0, delta)
+  sink_probability = jnp.where(sees_nothing, 0.0, jnp.exp(sink[:, None, :] - lse))
+  dsink = -jnp.sum(sink_probability * delta, axis=1)
   rows_last = (0, 2, 1)
   dq, dk, dv = _backward(config, k.dtype)(
     q, k, v, dout, lse.transpose(rows_last), delta.transpose(rows_last), slices
