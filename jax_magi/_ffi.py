@@ -14,6 +14,7 @@ Each op has one target name; each platform registers its handler under it.
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from typing import Any
 
@@ -211,7 +212,8 @@ def attention_backward(
     sm_margin=np.int32(sm_margin),
   )
   if num_splits > 1:
-    sums = (x.reshape(num_splits, len(k), *x.shape[1:]).sum(axis=0) for x in parts)
+    # One after the other: XLA would choose the order of a sum anew for each program.
+    sums = (functools.reduce(operator.add, jnp.split(x, num_splits)) for x in parts)
     parts = [x.astype(dkv_dtype) for x in sums]
   dk, dv = parts
   # The CUDA kernel leaves the scale to whatever reads dq next.
