@@ -46,8 +46,7 @@ struct BackwardConsumer {
   int thread;  // In the warpgroup.
   SoftmaxScale scale;
   RingPosition<Config::kXStages> x_ring;
-  RingPosition<Config::kYStages> y_ring;
-  int ds_stage = 0;
+  uint32_t num_done = 0;  // Blocks: the position in the other rings.
 
   float scores[kColumns / 2];  // Then tanh of them, with a cap, or probabilities.
   float dp[kColumns / 2];      // delta - dP.
@@ -64,6 +63,13 @@ struct BackwardConsumer {
   __device__ __forceinline__ int Row(int r) const {
     return RowGroup() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
+  // The same of row 0, found anew each time: it would last for the whole loop, and registers do
+  // not.
+  __device__ __forceinline__ int RowAnew() const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return RowGroup() * 64 + thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
+  }
 
   __device__ __forceinline__ void Run() {
     if constexpr (Config::kHasSoftcap) {
@@ -73,20 +79,23 @@ struct BackwardConsumer {
     }
     for (uint32_t phase = 0;;) {
       Wait(&shared.row_full, phase);
-      if (shared.tile.num_blocks < 0) break;
+      // The same in a warp, for the compiler: else it would compute descriptors in each thread.
+      const int num_blocks = LoadByWarp(shared.tile.num_blocks);
+      if (num_blocks < 0) break;
 #pragma unroll
       for (float& x : dx) x = 0.0f;
 #pragma unroll
       for (float& y : dy) y = 0.0f;
       if constexpr (!Config::kByKeys) LoadRowStatistics();
-      if (shared.tile.num_blocks > 0) Compute();
+      if (num_blocks > 0) Compute();
       const RowTileInfo tile = shared.tile;
-      phase = tile.next_phase;  // From there, as no register lasts through Compute().
+      phase = LoadByWarp(
+          shared.tile.next_phase);  // From there, as no register lasts through Compute().
       Arrive(&shared.row_empty);
       Store(tile);
     }
     if constexpr (Config::kHasDq) {
-      Wait(&shared.dq_empty[group], DqPhase(0) ^ 1);
+      Wait(&shared.dq_empty[group], DqPhase(num_done % 2, 0) ^ 1);
       if (thread == 0) shared.dq_target[group].dim = -1;
       ArriveByWarp(&shared.dq_full[group], thread);
     }
@@ -105,18 +114,19 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void Compute() {
-    Wait(&shared.x_full[x_ring.stage], x_ring.phase);
-    IssueScores(x_ring.stage);
-    ReadStatistics(x_ring.stage);
+    WaitForX();
+    IssueScores();
+    ReadStatistics();
     WaitWgmma<0>();
     // No product is in flight from one turn of the loop to the next, or ptxas would run all
     // products one by one.
     for (bool is_last = false; !is_last;) {
-      const int x_stage = x_ring.stage, y_stage = y_ring.stage;
-      const int flags = shared.block[x_stage].flags;
+      const RingPosition<Config::kXStages> x_before = x_ring;
+      const int x_stage = x_ring.stage, y_stage = num_done % Config::kYStages;
+      const int ds_stage = num_done % 2;
+      const int flags = LoadByWarp(shared.block[x_stage].flags);
       is_last = flags & kLast;
-      Wait(&shared.y_full[y_stage], y_ring.phase);
-      y_ring.Advance();
+      Wait(&shared.y_full[y_stage], num_done / Config::kYStages % 2);
       IssueDp(y_stage);
       FenceRegisters(scores);
       if (flags & kMasked) Hide(shared.block[x_stage]);
@@ -132,49 +142,58 @@ struct BackwardConsumer {
           IssueDy(y_stage);
           WaitWgmma<1>();
         } else {
+          // Probabilities are never negative: this keeps ptxas from moving them behind the wait.
+          if (IsAnyNegative(scores)) WaitForX();
           WaitWgmma<0>();
         }
         FenceRegisters(dp);
         ScoreGradients();
       }
-      if constexpr (Config::kHasDq) WriteDs();
+      if constexpr (Config::kHasDq) WriteDs(Ds(ds_stage));
       IssueDx(x_stage);
       if constexpr (Config::kByKeys) {
         WaitWgmma<1>();
         FenceRegisters(dy);
       }
       ArriveByWarp(&shared.y_empty[y_stage], thread);
+      ++num_done;
       x_ring.Advance();
       if constexpr (Config::kHasDq) {
         FenceAsyncProxy();
         NamedSync(kDsWritten, 2 * kWarpgroup);
 #pragma unroll
         for (int step = 0; step < Config::kDqSteps; ++step) {
-          IssueDq(step);
+          IssueDq(Ds(ds_stage), step);
           if (step < Config::kDqSteps - 1) {
             WaitWgmma<0>();
           } else {
-            IssueNextScores(is_last);
+            if constexpr (Config::kWaitsForDx) {
+              WaitWgmma<1>();
+              FenceRegisters(dx);
+            }
+            IssueNextScores(is_last ? x_before : x_ring);
             WaitWgmma<1>();
           }
           FenceRegisters(dq);
           FenceRegisters(dx);
-          AddDq(x_stage, step);
+          AddDq(x_stage, ds_stage, step);
         }
-        ds_stage ^= 1;
       } else {
-        IssueNextScores(is_last);
+        IssueNextScores(is_last ? x_before : x_ring);
         WaitWgmma<1>();
         FenceRegisters(dx);
       }
       Arrive(&shared.x_empty[x_stage]);
-      ReadStatistics(x_ring.stage);
+      ReadStatistics();
       WaitWgmma<0>();
     }
   }
 
+  __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
+
   // dP is subtracted from delta by its product.
-  __device__ __forceinline__ void ReadStatistics(int stage) {
+  __device__ __forceinline__ void ReadStatistics() {
+    const int stage = x_ring.stage;
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
       if constexpr (Config::kReadAhead) lse[i] = ReadPair(shared.lse[stage], i);
@@ -193,16 +212,17 @@ struct BackwardConsumer {
     return *reinterpret_cast<const float2*>(source + 8 * i + 2 * (thread % 4));
   }
 
-  // After the last block these are of no use, but must not depend on a condition.
-  __device__ __forceinline__ void IssueNextScores(bool is_last) {
-    if (!is_last) Wait(&shared.x_full[x_ring.stage], x_ring.phase);
-    IssueScores(x_ring.stage);
+  // After the last block these are of no use, but they must not depend on a condition, and neither
+  // must the wait for `position`: then it is the last block's own.
+  __device__ __forceinline__ void IssueNextScores(RingPosition<Config::kXStages> position) {
+    Wait(&shared.x_full[position.stage], position.phase);
+    IssueScores();
   }
 
   // --- Products ---
 
-  __device__ __forceinline__ void IssueScores(int stage) {
-    stage = __shfl_sync(~0u, stage, 0);  // The same in a warp, for the compiler.
+  __device__ __forceinline__ void IssueScores() {
+    const int stage = __shfl_sync(~0u, x_ring.stage, 0);  // The same in a warp, for the compiler.
     FenceRegisters(scores);
     FenceWgmma();
     MultiplyRowsKeys<Element, kColumns, Config::kHeadDim>(
@@ -246,19 +266,20 @@ struct BackwardConsumer {
     return Config::kSplitQueries ? group * Config::kDqQueries : 0;
   }
 
-  __device__ __forceinline__ void IssueDq(int step) {
+  __device__ __forceinline__ void IssueDq(const Element* source, int step) {
     FenceRegisters(dq);
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
         ColumnDescriptor(shared.row_x + DqPanel(step) * 64 * Config::kBlockRows, kRowPanel),
-        RowDescriptor(Ds() + DqFirstQuery() * 64), kColumnPanel, dq);
+        RowDescriptor(source + DqFirstQuery() * 64), kColumnPanel, dq);
     CommitWgmma();
   }
 
   // --- Element by element ---
 
   __device__ __forceinline__ void Hide(const BlockInfo& info) {
-    const int rows[2] = {shared.tile.begin + Row(0), shared.tile.begin + Row(1)};
+    const int row = shared.tile.begin + RowAnew();
+    const int rows[2] = {row, row + 8};
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }
 
@@ -301,9 +322,7 @@ struct BackwardConsumer {
   // With a cap, scores are tanh first: its gradient needs them.
   __device__ __forceinline__ void CapScores() {
 #pragma unroll
-    for (float& score : scores) {
-      if (score != -INFINITY) score = Tanh(score * scale.inverse_cap);
-    }
+    for (float& score : scores) score = Cap(score, scale);
   }
 
   __device__ __forceinline__ void CappedGradients(int stage) {
@@ -324,14 +343,14 @@ struct BackwardConsumer {
 
   // --- dQ: dS to shared memory, the product's result to memory ---
 
-  __device__ __forceinline__ Element* Ds() const {
+  __device__ __forceinline__ Element* Ds(int ds_stage) const {
     return shared.ds + ds_stage * Config::kBlockRows * kColumns;
   }
 
-  __device__ __forceinline__ void WriteDs() {
+  __device__ __forceinline__ void WriteDs(Element* destination) {
     if (DimGroup() > 0) return;  // Both warpgroups have the same.
     const int lane = thread % 32, warp = thread / 32;
-    Element* panel = Ds() + RowGroup() * 64 * kColumns;
+    Element* panel = destination + RowGroup() * 64 * kColumns;
     // Matrices of 8 keys x 8 queries, two of keys by two of queries.
     const int chunk = 2 * warp + lane / 8 % 2;
     const int query = 8 * (lane / 16) + lane % 8;
@@ -344,16 +363,16 @@ struct BackwardConsumer {
   }
 
   // Of the barriers: their turns are counted by other things that alternate.
-  __device__ __forceinline__ uint32_t DqPhase(int step) const {
+  __device__ __forceinline__ uint32_t DqPhase(int ds_stage, int step) const {
     static_assert(Config::kDqSteps <= 2, "phases alternate");
     return Config::kDqSteps == 1 ? ds_stage : step % 2;
   }
 
-  __device__ __forceinline__ void AddDq(int stage, int step) {
+  __device__ __forceinline__ void AddDq(int stage, int ds_stage, int step) {
     const int lane = thread % 32, warp = thread / 32;
     constexpr int kHalf = Config::kDqQueries * 32;
     float* box = shared.dq + group * 2 * kHalf;
-    Wait(&shared.dq_empty[group], DqPhase(step) ^ 1);
+    Wait(&shared.dq_empty[group], DqPhase(ds_stage, step) ^ 1);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int query = 2 * (lane % 4) + e % 2;                // Of 8.
@@ -392,7 +411,7 @@ struct BackwardConsumer {
     for (int r = 0; r < 2; ++r) {
       is_own[r] = Row(r) < tile.num_rows;
       const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
-      const int64_t row = batch * params.work.num_rows + tile.begin + Row(r);
+      const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
       offset[r] = (row * params.num_row_heads + tile.row_head) * dim + first_column;
     }
     if (params.is_float) {

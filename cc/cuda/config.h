@@ -8,48 +8,47 @@ namespace jax_magi::cuda {
 // Threads of a warpgroup, the unit that issues wgmma.
 constexpr int kWarpgroup = 128;
 
-template <int kHeadDim, int kValueDim, bool kHasSoftcap>
+template <int kHeadDim, int kValueDim, bool kHasSoftcap, bool kIsSmall>
 struct ForwardTile;
 
 // Scores and output live in registers: kBlockN / 2 + kBlockN / 4 + kValueDim / 2 of them a thread,
-// of 232 with two consumer warpgroups, 160 with three. Shared memory holds the stages of q, k and
-// v.
-template <bool kHasSoftcap>
-struct ForwardTile<64, 64, kHasSoftcap> {
-  // Softmax costs as many cycles as the matrix products here: three warpgroups hide more of it.
-  static constexpr int kNumConsumers = kHasSoftcap ? 2 : 3;  // tanh takes registers, too.
-  static constexpr int kBlockN = 128;
+// of 232 or more with two consumer warpgroups, 160 with three. Shared memory holds the stages of q,
+// k and v.
+template <bool kHasSoftcap, bool kIsSmall>
+struct ForwardTile<64, 64, kHasSoftcap, kIsSmall> {
+  // Softmax costs as many cycles as the matrix products here: three warpgroups hide more of it. But
+  // smaller tiles may share the work better.
+  static constexpr int kNumConsumers = kIsSmall ? 2 : 3, kBlockN = 128;
   static constexpr int kQStages = 2, kKStages = 4, kVStages = 4;
   static constexpr bool kQInRegisters = false;
 };
 template <bool kHasSoftcap>
-struct ForwardTile<128, 128, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2;
+struct ForwardTile<128, 128, kHasSoftcap, false> {
+  static constexpr int kNumConsumers = 2, kBlockN = 128;
   // A third stage of k and v is worth 2% over a second one of q.
   static constexpr int kQStages = 1, kKStages = 3, kVStages = 3;
   // In registers, queries leave shared memory's bandwidth to keys, and their stage to the next
   // tile.
-  static constexpr bool kQInRegisters = !kHasSoftcap;
-  static constexpr int kBlockN = kHasSoftcap ? 96 : 128;
+  static constexpr bool kQInRegisters = true;
 };
 template <bool kHasSoftcap>
-struct ForwardTile<192, 128, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2, kBlockN = kHasSoftcap ? 80 : 112;
+struct ForwardTile<192, 128, kHasSoftcap, false> {
+  static constexpr int kNumConsumers = 2, kBlockN = 112;
   static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
   static constexpr bool kQInRegisters = false;
 };
 template <bool kHasSoftcap>
-struct ForwardTile<256, 256, kHasSoftcap> {
-  static constexpr int kNumConsumers = 2;
+struct ForwardTile<256, 256, kHasSoftcap, false> {
+  static constexpr int kNumConsumers = 2, kBlockN = kHasSoftcap ? 48 : 64;
   static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
   static constexpr bool kQInRegisters = false;
-  static constexpr int kBlockN = kHasSoftcap ? 48 : 64;
 };
 
-template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_>
-struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_> {
+template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
+          bool kIsSmall = false>
+struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall> {
   using Element = Element_;
-  using Tile = ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_>;
+  using Tile = ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall>;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;  // The code for it would cost all registers.
   static constexpr int kBlockM = 64 * Tile::kNumConsumers;  // wgmma has 64 rows.
@@ -57,10 +56,10 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_> {
   // setmaxnreg: the producer needs few registers, and gives the rest to the consumers. The sum is
   // bounded by what the block starts with: 168 for 3 warpgroups, 128 for 4.
   static constexpr int kProducerRegisters = Tile::kNumConsumers == 3 ? 32
-                                            : kValueDim > 128        ? 24
+                                            : kHeadDim > 128         ? 24
                                                                      : 40;
   static constexpr int kConsumerRegisters = Tile::kNumConsumers == 3 ? 160
-                                            : kValueDim > 128        ? 240
+                                            : kHeadDim > 128         ? 240
                                                                      : 232;
 
   static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "a swizzled panel is 64 wide");
@@ -85,8 +84,9 @@ struct BackwardTile<128, kHasSoftcap, kPart> {
   // Alone, dQ leaves registers for wider blocks.
   static constexpr bool kIsWide = kPart == BackwardPart::kQueries;
   static constexpr int kDimGroups = 1;
-  static constexpr int kBlockColumns = kHasSoftcap ? (kIsWide ? 96 : 48) : (kIsWide ? 128 : 64);
-  static constexpr int kXStages = kBlockColumns > 96 ? 2 : 3, kYStages = 2;
+  static constexpr int kUncapped = kIsWide ? 128 : kPart == BackwardPart::kAll ? 80 : 64;
+  static constexpr int kBlockColumns = !kHasSoftcap ? kUncapped : kIsWide ? 96 : 48;
+  static constexpr int kXStages = kBlockColumns > 64 ? 2 : 3, kYStages = 2;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<256, kHasSoftcap, kPart> {
@@ -104,6 +104,7 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
   // What registers allow.
   static constexpr bool kReadAhead = kByKeys && Tile::kBlockColumns <= 64;
+  static constexpr bool kWaitsForDx = kHeadDim == 128;  // Before the next scores.
   static constexpr bool kKeepsProbabilities = !kHasDq && (!kByKeys || Tile::kBlockColumns <= 64);
   static constexpr int kBlockRows = 128 / Tile::kDimGroups;
   // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the

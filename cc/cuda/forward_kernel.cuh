@@ -18,13 +18,26 @@
 
 namespace jax_magi::cuda {
 
+// A tile of few rows holds those of several query heads of a kv head, 2^log2_pack: its row i is row
+// i >> log2_pack of head i % 2^log2_pack. So many fit into it, if there are so many.
+template <typename Config>
+JAX_MAGI_INLINE int Log2Pack(int num_rows, int group) {
+  int log2_pack = 0;
+  const auto fits = [&](int pack) {
+    return Config::kBlockM % pack == 0 && num_rows * pack <= Config::kBlockM;
+  };
+  while ((1 << log2_pack) < group && fits(2 << log2_pack)) ++log2_pack;
+  return log2_pack;
+}
+
 struct ForwardParams {
-  CUtensorMap q_map, k_map, v_map;
+  // By how much log2_pack is above that of a tile with all rows: shorter ones, at the ends of
+  // slices, pack more.
+  static constexpr int kNumPacks = 3;
+  CUtensorMap q_map[kNumPacks], k_map, v_map;
   WorkParams work;
   int q_len, num_q_heads, group, value_dim;
-  // A tile holds 2^log2_pack query heads of one kv head: its row i is row i >> log2_pack of head
-  // i % 2^log2_pack.
-  int log2_pack, packs_per_kv_head;
+  int log2_pack, packs_per_kv_head;  // Of a tile with all rows.
   float softmax_scale, softcap;
   const float* sink;
   void* out;
@@ -33,7 +46,7 @@ struct ForwardParams {
 
 // One query tile of one head, or of several packed. num_blocks < 0: no more work.
 struct alignas(16) TileInfo {
-  int32_t batch, head, num_heads, begin, num_rows, num_blocks;
+  int32_t batch, head, num_heads, log2_pack, begin, num_rows, num_blocks;
 };
 
 template <typename Config>
@@ -74,28 +87,42 @@ struct Producer {
   }
 
   __device__ __forceinline__ void LoadTile() {
+    const int more = MorePacked(), log2_pack = params.log2_pack + more;
+    const int in_group = (shared.item.pack % params.packs_per_kv_head) << params.log2_pack;
+    __syncwarp();
+    if (lane == 0 && in_group % (1 << log2_pack) != 0) {  // Packed with heads before these.
+      // It is not left out here, as any other path through this function makes ptxas schedule the
+      // consumers' loop badly.
+      shared.item.tile.num_rows = shared.item.tile.num_blocks = shared.item.tile.slice_end = 0;
+    }
+    __syncwarp();
     const int stage = q_ring.stage;
     Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
     q_ring.Advance();
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
-      const int in_group = (shared.item.pack % params.packs_per_kv_head) << params.log2_pack;
       const int head = KvHead() * params.group + in_group;
-      const int num_heads = Min(1 << params.log2_pack, params.group - in_group);
-      shared.tile[stage] = {tile.batch, head,          num_heads,
+      const int num_heads = Min(1 << log2_pack, params.group - in_group);
+      shared.tile[stage] = {tile.batch, head,          num_heads,      log2_pack,
                             tile.begin, tile.num_rows, tile.num_blocks};
       if (tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
-          LoadBox(&params.q_map, &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM, d,
-                  head, tile.begin, tile.batch);
+          LoadBox(&params.q_map[more], &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM,
+                  d, head, tile.begin, tile.batch);
         }
       } else {
         Arrive(&shared.q_full[stage]);
       }
     }
     LoadBlocks();
+  }
+
+  // How far the tile's log2_pack is above that of one with all rows.
+  __device__ __forceinline__ int MorePacked() const {
+    const int most = Log2Pack<Config>(shared.item.tile.num_rows, params.group) - params.log2_pack;
+    return Min(most, ForwardParams::kNumPacks - 1);
   }
 
   __device__ __forceinline__ int KvHead() const {
@@ -186,7 +213,7 @@ struct Consumer {
       const TileInfo tile = shared.tile[q_ring.stage];
       if (tile.num_blocks < 0) return;
       Compute(tile);
-      Store(tile);
+      if (tile.num_rows > 0) Store(tile);
     }
   }
 
@@ -299,8 +326,8 @@ struct Consumer {
     FenceRegisters(scores);
     if (flags & kMasked) {
       const BlockInfo info = LoadByWarp(shared.block[k_ring.stage]);
-      const int rows[2] = {tile.begin + (PackedRow(0) >> params.log2_pack),
-                           tile.begin + (PackedRow(1) >> params.log2_pack)};
+      const int rows[2] = {tile.begin + (PackedRow(0) >> tile.log2_pack),
+                           tile.begin + (PackedRow(1) >> tile.log2_pack)};
       HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
     ArriveByWarp(&shared.k_empty[k_ring.stage], thread);
@@ -327,8 +354,8 @@ struct Consumer {
     bool is_own[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = PackedRow(r) >> params.log2_pack;
-      const int in_pack = PackedRow(r) & ((1 << params.log2_pack) - 1);
+      const int row = PackedRow(r) >> tile.log2_pack;
+      const int in_pack = PackedRow(r) & ((1 << tile.log2_pack) - 1);
       is_own[r] = row < tile.num_rows && in_pack < tile.num_heads;
       const int head = tile.head + (is_own[r] ? in_pack : 0);
       offset[r] =
@@ -345,11 +372,11 @@ struct Consumer {
         params.lse[offset[r]] = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2;
       }
       max[r] = QuadMax(is_own[r] ? state.max[r] : -INFINITY);
-      if (params.log2_pack > 0 && thread % 4 == 0) {
+      if (tile.log2_pack > 0 && thread % 4 == 0) {
         ReportMaxLogit(max[r], params.max_logits + batch_head);
       }
     }
-    if (params.log2_pack == 0) {
+    if (tile.log2_pack == 0) {
       float largest = MaxOrNan(max[0], max[1]);
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) {
@@ -385,7 +412,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   auto& shared = *reinterpret_cast<ForwardShared<Config>*>(memory);
   const int thread = threadIdx.x;
   if (thread == 0) {
-    PrefetchTensorMap(&params.q_map);
+    PrefetchTensorMap(&params.q_map[0]);
     PrefetchTensorMap(&params.k_map);
     PrefetchTensorMap(&params.v_map);
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
@@ -401,7 +428,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (thread < 32) Producer<Config>{params, shared, thread}.Run();
   } else {
     TakeRegisters<Config::kConsumerRegisters>();
-    Consumer<Config> consumer{params, shared, thread / kWarpgroup - 1, thread % kWarpgroup};
+    // By a shuffle, so that the compiler knows it to be the same in a warp.
+    const int group = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
+    Consumer<Config> consumer{params, shared, group, thread % kWarpgroup};
     consumer.Run();
   }
 }

@@ -19,21 +19,12 @@ inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
   return static_cast<int>(kv_heads) * packs_per_kv_head;
 }
 
-// Short queries would leave most of a tile empty: then it holds several query heads of a kv head.
-// They fill it: so many bytes are waited for.
-template <typename Config>
-int Log2Pack(const AttentionShape& shape) {
-  int log2_pack = 0;
-  const auto fits = [&](int pack) {
-    return Config::kBlockM % pack == 0 && shape.q_len * pack <= Config::kBlockM;
-  };
-  while ((1 << log2_pack) < shape.group() && fits(2 << log2_pack)) ++log2_pack;
-  return log2_pack;
-}
-
 template <typename Config>
 Tiling ConfigTiling(const AttentionShape& shape) {
-  return {Config::kBlockM >> Log2Pack<Config>(shape), Config::kBlockN, /*by_keys=*/false};
+  // Where queries are few, all tiles pack heads.
+  const int most_rows = static_cast<int>(std::min<int64_t>(shape.q_len, Config::kBlockM));
+  const int log2_pack = Log2Pack<Config>(most_rows, static_cast<int>(shape.group()));
+  return {Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false};
 }
 
 template <typename Config>
@@ -41,8 +32,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   if (shape.batch == 0 || shape.num_kv_heads == 0) return {};
   const Tiling tiling = ConfigTiling<Config>(shape);
-  const int log2_pack = Log2Pack<Config>(shape), pack = 1 << log2_pack;
-  const int packs_per_kv_head = CeilDiv(static_cast<int>(shape.group()), pack);
+  const int group = static_cast<int>(shape.group());
+  const int log2_pack = Log2Pack<Config>(tiling.num_rows, group), pack = 1 << log2_pack;
+  const int packs_per_kv_head = CeilDiv(group, pack);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
   ForwardParams params;
   JAX_MAGI_RETURN_IF_BAD(PrepareWork(shape, tiling, args.slices, options, args.max_logits,
@@ -53,15 +45,19 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;
   JAX_MAGI_RETURN_IF_BAD(
-      MakeTensorMaps(shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads,
-                                    shape.head_dim, tiling.num_rows, pack, &params.q_map},
-                                   {args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
+      MakeTensorMaps(shape.batch, {{args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
                                     Config::kBlockN, 1, &params.k_map},
                                    {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
                                     Config::kBlockN, 1, &params.v_map}}));
+  for (int more = 0; more < ForwardParams::kNumPacks; ++more) {
+    if (Log2Pack<Config>(tiling.num_rows >> more, group) < log2_pack + more) break;
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+        shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads, shape.head_dim,
+                       tiling.num_rows >> more, pack << more, &params.q_map[more]}}));
+  }
   params.q_len = static_cast<int>(shape.q_len);
   params.num_q_heads = static_cast<int>(shape.num_q_heads);
-  params.group = static_cast<int>(shape.group());
+  params.group = group;
   params.value_dim = static_cast<int>(shape.value_dim);
   params.log2_pack = log2_pack;
   params.packs_per_kv_head = packs_per_kv_head;
@@ -78,19 +74,45 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
                           MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
 }
 
+// Whether tiles of 128 rows share the work better than such of 192, each multiprocessor with one at
+// a time.
+inline bool PrefersSmallTiles(const AttentionShape& shape) {
+  constexpr int64_t kNumMultiprocessors = 132;
+  const auto rounds = [&](int num_rows) {
+    const int64_t num_tiles = (shape.q_len + num_rows - 1) / num_rows;
+    return (shape.batch * shape.num_q_heads * num_tiles - 1) / kNumMultiprocessors + 1;
+  };
+  return 3 * rounds(128) < 4 * rounds(192);  // A small one takes about 3/4 of the time.
+}
+
+// Calls use() with the configuration for the call.
+template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, typename Use>
+auto WithTileFor(const AttentionShape& shape, Use use) {
+  if constexpr (kHeadDim == 64) {
+    using Small = ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true>;
+    if (PrefersSmallTiles(shape)) return use(Small());
+  }
+  return use(ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap>());
+}
+template <int kHeadDim, int kValueDim, typename Element, typename Use>
+auto WithConfig(const AttentionShape& shape, bool has_softcap, Use use) {
+  return has_softcap ? WithTileFor<kHeadDim, kValueDim, Element, true>(shape, use)
+                     : WithTileFor<kHeadDim, kValueDim, Element, false>(shape, use);
+}
+
 template <int kHeadDim, int kValueDim, typename Element>
 Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
                                                             const LaunchOptions& options) {
-  return args.params.softcap == 0.0f
-             ? LaunchForward<ForwardConfig<kHeadDim, kValueDim, Element, false>>(args, options)
-             : LaunchForward<ForwardConfig<kHeadDim, kValueDim, Element, true>>(args, options);
+  return WithConfig<kHeadDim, kValueDim, Element>(
+      args.shape, args.params.softcap != 0.0f,
+      [&](auto config) { return LaunchForward<decltype(config)>(args, options); });
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
 Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
                                                               bool has_softcap) {
-  return has_softcap ? ConfigTiling<ForwardConfig<kHeadDim, kValueDim, Element, true>>(shape)
-                     : ConfigTiling<ForwardConfig<kHeadDim, kValueDim, Element, false>>(shape);
+  return WithConfig<kHeadDim, kValueDim, Element>(
+      shape, has_softcap, [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
 }
 
 }  // namespace jax_magi::cuda

@@ -94,6 +94,21 @@ struct SoftmaxScale {
   float inverse_cap;  // softmax_scale / softcap, if there is a cap.
 };
 
+// Takes -0 for negative, and no NaN that arithmetic makes.
+template <int kCount>
+__device__ __forceinline__ bool IsAnyNegative(const float (&x)[kCount]) {
+  int bits = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits |= __float_as_int(x[i]);
+  return bits < 0;
+}
+
+// tanh of a score, or -inf where it is hidden. Without a branch.
+__device__ __forceinline__ float Cap(float score, const SoftmaxScale& scale) {
+  const float tanh = Tanh(score * scale.inverse_cap);
+  return score == -INFINITY ? score : tanh;
+}
+
 // A row's softmax so far. Exponents are taken relative to a reference that is the row's maximum at
 // some time before: as long as no score is far above it, nothing needs to be rescaled.
 struct RowState {
@@ -137,9 +152,7 @@ __device__ __forceinline__ bool OnlineSoftmax(const SoftmaxScale& scale, RowStat
   for (int r = 0; r < 2; ++r) state.max[r] = MaxOrNan(state.max[r], max[r]);
   if constexpr (kHasSoftcap) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (scores[i] != -INFINITY) scores[i] = Tanh(scores[i] * scale.inverse_cap);
-    }
+    for (float& score : scores) score = Cap(score, scale);
     ThreadMax(scores, max);
   }
   bool is_far = false;
