@@ -26,8 +26,9 @@ LENGTHS = [2**i for i in range(10, 17)]
 # head_dim, query heads, kv heads
 MODELS = [(128, 48, 8), (64, 32, 32)]
 WINDOW = 1024
-# Up to this length the host takes longer to start a call than the device to make it.
-SHORT = 2048
+# Up to this length the host may take longer to start a call than the device to make it: such calls
+# are timed by eight in a program, as a model has them.
+SHORT = 4096
 # Where the deterministic backward pass is timed, too.
 DETERMINISTIC_LENGTH = 8192
 
@@ -109,7 +110,7 @@ def _ours(mask: AttentionMask) -> Callable:
 
 
 def _forward_seconds(attention: Callable, q, k, v) -> float:
-  """Of one call. Short ones are timed by eight in a program, as a model has them."""
+  """Of one call."""
   if len(q) > SHORT:
     return seconds(jax.jit(attention), q, k, v)
   queries = [jnp.roll(q, i, axis=0) for i in range(8)]  # Equal calls would be made once.
@@ -146,11 +147,13 @@ def time_forward(lengths: list[int]) -> list[dict]:
   return rows
 
 
-def _backward(attention: Callable, q, k, v) -> tuple[Callable, tuple]:
-  """A jitted backward pass alone, and its arguments: residuals of one forward pass."""
+def _backward_seconds(attention: Callable, q, k, v) -> float:
+  """Of one backward pass alone, from residuals of one forward pass."""
   out, vjp = jax.jit(lambda q, k, v: jax.vjp(attention, q, k, v))(q, k, v)
-  dout = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
-  return jax.jit(lambda vjp, dout: vjp(dout)), (vjp, dout)
+  keys = jax.random.split(jax.random.key(1), 8 if len(q) <= SHORT else 1)
+  douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]
+  program = jax.jit(lambda vjp, douts: [vjp(dout) for dout in douts])
+  return seconds(program, vjp, douts) / len(douts)
 
 
 def time_backward(lengths: list[int]) -> list[dict]:
@@ -169,8 +172,7 @@ def time_backward(lengths: list[int]) -> list[dict]:
           return jax_magi.attention(q, k, v, mask, **options)[0]
 
         def rate(attention, q=q, k=k, v=v, flop=flop):
-          fun, arguments = _backward(attention, q, k, v)
-          return flop / seconds(fun, *arguments) / 1e12
+          return flop / _backward_seconds(attention, q, k, v) / 1e12
 
         row = {"head_dim": head_dim, "length": length, "mask": name, "ours": rate(ours)}
         if length == DETERMINISTIC_LENGTH:
