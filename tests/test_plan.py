@@ -19,8 +19,8 @@ MASKS = {
 }
 
 
-def _tiles(mask, *, is_backward, group=4):
-  shapes = ((1, mask.q_len, 2 * group, 128), (1, mask.k_len, 2, 128), 128)
+def _tiles(mask, *, is_backward, group=4, head_dim=128):
+  shapes = ((1, mask.q_len, 2 * group, head_dim), (1, mask.k_len, 2, head_dim), head_dim)
   slices = np.asarray(mask.slices)
   call = (*shapes, (1, *slices.shape), True, False, is_backward, False)
   _, _, plan = cuda.needs(*call, slices.tobytes())
@@ -49,7 +49,7 @@ def test_every_row_is_in_one_tile(name, is_backward):
 def test_blocks_hold_what_is_visible_and_little_more(name, is_backward):
   mask = MASKS[name]
   dense = mask.to_dense().T if is_backward else mask.to_dense()
-  columns = 64 if is_backward else 128  # Of a block, at head_dim 128.
+  columns = 80 if is_backward else 128  # Of a block, at head_dim 128.
   for first, count, blocks in zip(*_tiles(mask, is_backward=is_backward), strict=True):
     seen = np.flatnonzero(dense[first : first + count].any(axis=0))
     assert (blocks == 0) == (len(seen) == 0)
@@ -67,6 +67,13 @@ def test_few_queries_share_a_tile_with_other_heads():
   """Rows of a tile: 128, or as many as are left when it holds several heads."""
   *_, blocks = _tiles(MASKS["few_queries"], is_backward=False, group=4)
   assert len(blocks) == 1
+
+
+@pytest.mark.parametrize(("length", "most_rows"), [(1000, 128), (1100, 192), (8192, 192)])
+def test_little_work_of_head_dim_64_has_small_tiles(length, most_rows):
+  """With 16 heads and 132 multiprocessors: one round of small tiles, or of large ones."""
+  _, num_rows, _ = _tiles(AttentionMask.full(length), is_backward=False, group=8, head_dim=64)
+  assert num_rows.max() == most_rows
 
 
 def test_slices_of_another_length_are_refused():
