@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_magi import _blockwise, _ffi
 from jax_magi._dispatch import by_platform, fold_batch
 from jax_magi._sharding import keep_batch_and_heads
+from jax_magi._slices import grouped_by_keys
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
@@ -70,6 +71,7 @@ def _attention_bwd(config, residuals, cotangents):
   sink_probability = jnp.where(sees_nothing, 0.0, jnp.exp(sink[:, None, :] - lse))
   dsink = -jnp.sum(sink_probability * delta, axis=1)
   rows_last = (0, 2, 1)
+  config, slices = _grouped_by_keys(config, slices)
   dq, dk, dv = _backward(config, k.dtype)(
     q, k, v, dout, lse.transpose(rows_last), delta.transpose(rows_last), slices
   )
@@ -77,6 +79,17 @@ def _attention_bwd(config, residuals, cotangents):
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _grouped_by_keys(config: AttentionConfig, slices):
+  """The backward kernels walk keys, but for a deterministic dq: then slices as they are."""
+  if config.static_slices is None or config.deterministic or slices.shape[0] != 1:
+    return config, slices
+  known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
+  grouped = grouped_by_keys(known)
+  if grouped is known:
+    return config, slices
+  return dataclasses.replace(config, static_slices=grouped.tobytes()), jnp.asarray(grouped)[None]
 
 
 # --- The two kernel calls, each usable under vmap and jit with shardings ---

@@ -7,6 +7,7 @@ A slice is int32 (q_begin, q_end, k_begin, k_end, lo, hi); pair (i, j) is visibl
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ Q_BEGIN, Q_END, K_BEGIN, K_END, LO, HI = range(6)
 
 # Pairs of slices compared at once by the overlap check, to bound its memory.
 _MAX_PAIRS = 1 << 22
+# Rectangles that are looked at for better cuts: it takes as long as their number squared.
+_MAX_GROUPED = 2048
 
 
 def concrete(x: Any) -> np.ndarray | None:
@@ -127,6 +130,54 @@ def area_of(slices: Any) -> Any:
     return triangle(x + height) - triangle(x) - triangle(x + height - width) + triangle(x - width)
 
   return xp.maximum(pairs_up_to(s[..., HI]) - pairs_up_to(s[..., LO] - 1), 0)
+
+
+def grouped_by_keys(slices: np.ndarray) -> np.ndarray:
+  """The same pairs, full rectangles cut so that each key meets few of them.
+
+  A block-causal mask has a slice for each block of queries, and a key meets many; with a slice for
+  each block of keys it meets one. Where there would be more slices, they stay as they are.
+  """
+  s = slices[area_of(slices) > 0]
+  is_full = (s[:, LO] <= s[:, K_BEGIN] - s[:, Q_END] + 1) & (
+    s[:, HI] >= s[:, K_END] - 1 - s[:, Q_BEGIN]
+  )
+  full = s[is_full]
+  full = full[np.argsort(full[:, Q_BEGIN], kind="stable")]
+  if not _has_neighbours(full):
+    return slices
+  groups: list[tuple[int, int, list[list[int]]]] = []  # Keys, and the ranges of queries they meet.
+  for begin, end in itertools.pairwise(np.unique(full[:, [K_BEGIN, K_END]]).tolist()):
+    meets = full[(full[:, K_BEGIN] <= begin) & (end <= full[:, K_END])]
+    is_apart = meets[1:, Q_BEGIN] != meets[:-1, Q_END]
+    firsts, lasts = np.append(True, is_apart), np.append(is_apart, True)
+    ranges = (
+      np.stack([meets[firsts, Q_BEGIN], meets[lasts, Q_END]], 1).tolist() if len(meets) else []
+    )
+    if groups and groups[-1][1:] == (begin, ranges):
+      groups[-1] = (groups[-1][0], end, ranges)
+    else:
+      groups.append((begin, end, ranges))
+  rectangles = [
+    [*queries, begin, end, -UNBOUNDED, UNBOUNDED]
+    for begin, end, ranges in groups
+    for queries in ranges
+  ]
+  if len(rectangles) > len(full):
+    return slices
+  return np.concatenate([np.array(rectangles, np.int32), s[~is_full]])
+
+
+def _has_neighbours(full: np.ndarray) -> bool:
+  """Whether one rectangle ends where another begins, for some of the same keys. Sorted by query."""
+  begins, ends = full[:, Q_BEGIN], full[:, Q_END]
+  first, last = (np.searchsorted(begins, ends, side=side) for side in ("left", "right"))
+  if len(full) > _MAX_GROUPED or not (first < last).any():
+    return False
+  a = np.repeat(np.arange(len(full)), last - first)
+  b = np.concatenate([np.arange(i, j) for i, j in zip(first, last, strict=True)])
+  begin = np.maximum(full[a, K_BEGIN], full[b, K_BEGIN])
+  return bool((begin < np.minimum(full[a, K_END], full[b, K_END])).any())
 
 
 def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:

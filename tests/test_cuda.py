@@ -13,6 +13,7 @@ import jax_magi
 from jax_magi import AttentionMask, _ops
 from tests.accuracy import DTYPES, check_attention, make_inputs
 from tests.cases import CASES
+from tests.test_attention import check_gradients_of_a_known_mask
 from tests.test_random_masks import masks
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +96,11 @@ def test_known_mask_gives_what_a_traced_one_does(case):
   traced = jax.jit(fun)(*inputs.operands, case.mask)
   known = jax.jit(functools.partial(fun, mask=case.mask))(*inputs.operands)
   jax.tree.map(np.testing.assert_array_equal, known, traced)
+
+
+@pytest.mark.parametrize("block_size", [48, 256])
+def test_gradients_of_a_known_mask(block_size):
+  check_gradients_of_a_known_mask(AttentionMask.block_causal(block_size, 1000), "bf16", "cuda")
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 7, 16, 33, 64])

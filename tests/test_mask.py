@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import jax_magi
 from jax_magi import AttentionMask, MaskType
+from jax_magi._slices import grouped_by_keys
 from tests.test_random_masks import masks
 
 
@@ -54,6 +55,21 @@ def test_prefix_lm():
 def test_block_causal():
   i, j = _grid(10, 10)
   np.testing.assert_array_equal(AttentionMask.block_causal(4, 10).to_dense(), j // 4 <= i // 4)
+
+
+@hypothesis.given(mask=masks())
+def test_grouped_by_keys_is_the_same_mask(mask):
+  grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), mask.q_len, mask.k_len)
+  assert len(grouped.slices) <= len(mask.slices)
+  np.testing.assert_array_equal(grouped.to_dense(), mask.to_dense())
+
+
+def test_grouped_by_keys_block_causal():
+  mask = AttentionMask.block_causal(4, 10)
+  grouped = grouped_by_keys(np.asarray(mask.slices))
+  np.testing.assert_array_equal(grouped[:, :4], [[0, 10, 0, 4], [4, 10, 4, 8], [8, 10, 8, 10]])
+  documents = np.asarray(AttentionMask.from_cu_seqlens([0, 3, 7]).slices)
+  assert grouped_by_keys(documents) is documents
 
 
 def test_shared_question():
