@@ -117,8 +117,8 @@ def test_short_queries_with_packed_heads(q_len, group, head_dim):
 @pytest.mark.parametrize("group", [2, 3, 6])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_short_tiles_with_packed_heads(group, head_dim):
-  """Documents that end in tiles of few rows, and heads enough for large tiles of head_dim 64."""
-  lengths = [193, 160, 225, 97, 65, 128, 32]
+  """Documents that end in tiles of few rows; of head_dim 64 in large tiles, as they are long."""
+  lengths = [193, 160, 225, 97, 65, 328, 32]
   bounds = np.cumsum([0, *lengths])
   shape = (bounds[-1], bounds[-1], 24, 24 // group, head_dim, head_dim)
   inputs = make_inputs(np.random.default_rng(group), DTYPES["bf16"], *shape, 0)

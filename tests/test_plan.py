@@ -19,8 +19,9 @@ MASKS = {
 }
 
 
-def _tiles(mask, *, is_backward, group=4, head_dim=128):
-  shapes = ((1, mask.q_len, 2 * group, head_dim), (1, mask.k_len, 2, head_dim), head_dim)
+def _tiles(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2):
+  q_shape = (batch, mask.q_len, num_kv_heads * group, head_dim)
+  shapes = (q_shape, (batch, mask.k_len, num_kv_heads, head_dim), head_dim)
   slices = np.asarray(mask.slices)
   call = (*shapes, (1, *slices.shape), True, False, is_backward, False)
   _, _, plan = cuda.needs(*call, slices.tobytes())
@@ -69,11 +70,23 @@ def test_few_queries_share_a_tile_with_other_heads():
   assert len(blocks) == 1
 
 
-@pytest.mark.parametrize(("length", "most_rows"), [(1000, 128), (1100, 192), (8192, 192)])
-def test_little_work_of_head_dim_64_has_small_tiles(length, most_rows):
-  """With 16 heads and 132 multiprocessors: one round of small tiles, or of large ones."""
-  _, num_rows, _ = _tiles(AttentionMask.full(length), is_backward=False, group=8, head_dim=64)
+@pytest.mark.parametrize(("length", "most_rows"), [(1024, 128), (1100, 192), (8192, 192)])
+def test_short_queries_of_head_dim_64_have_small_tiles(length, most_rows):
+  _, num_rows, _ = _tiles(AttentionMask.full(length), is_backward=False, head_dim=64)
   assert num_rows.max() == most_rows
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [5, 100, 1100, 2048])
+def test_plans_do_not_depend_on_batch_and_heads(length, head_dim, is_backward):
+  """They are made before these are sharded."""
+  mask = AttentionMask.causal(length)
+  options = {"is_backward": is_backward, "head_dim": head_dim}
+  one = _tiles(mask, batch=1, num_kv_heads=1, **options)
+  many = _tiles(mask, batch=8, num_kv_heads=16, **options)
+  for x, y in zip(one, many, strict=True):
+    np.testing.assert_array_equal(x, y)
 
 
 def test_slices_of_another_length_are_refused():

@@ -17,7 +17,7 @@ struct ForwardTile;
 template <bool kHasSoftcap, bool kIsSmall>
 struct ForwardTile<64, 64, kHasSoftcap, kIsSmall> {
   // Softmax costs as many cycles as the matrix products here: three warpgroups hide more of it. But
-  // smaller tiles may share the work better.
+  // small tiles may leave fewer rows empty, and share little work better.
   static constexpr int kNumConsumers = kIsSmall ? 2 : 3, kBlockN = 128;
   static constexpr int kQStages = 2, kKStages = 4, kVStages = 4;
   static constexpr bool kQInRegisters = false;

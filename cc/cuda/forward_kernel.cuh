@@ -19,7 +19,7 @@
 namespace jax_magi::cuda {
 
 // A tile of few rows holds those of several query heads of a kv head, 2^log2_pack: its row i is row
-// i >> log2_pack of head i % 2^log2_pack. So many fit into it, if there are so many.
+// i >> log2_pack of head i % 2^log2_pack. It holds as many as fit, but no more than all need.
 template <typename Config>
 JAX_MAGI_INLINE int Log2Pack(int num_rows, int group) {
   int log2_pack = 0;

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <utility>
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma with N = 80, 112.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma with N = 48, 80, 112.
 #include "cute/arch/mma_sm90.hpp"
 #include "cute/numeric/integral_constant.hpp"
 
