@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jax_magi import AttentionMask
+from jax_magi._slices import grouped_by_keys
 
 cuda = pytest.importorskip("jax_magi._cuda")
 
@@ -87,6 +88,13 @@ def test_plans_do_not_depend_on_batch_and_heads(length, head_dim, is_backward):
   many = _tiles(mask, batch=8, num_kv_heads=16, **options)
   for x, y in zip(one, many, strict=True):
     np.testing.assert_array_equal(x, y)
+
+
+def test_block_causal_cut_by_keys_computes_little_in_vain():
+  mask = AttentionMask.block_causal(256, 4096)
+  grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), 4096, 4096)
+  pairs = [_tiles(m, is_backward=True)[2].sum() * 128 * 80 for m in (mask, grouped)]
+  assert pairs[0] > 1.2 * mask.area() and pairs[1] < 1.05 * mask.area()
 
 
 def test_slices_of_another_length_are_refused():
