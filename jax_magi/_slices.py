@@ -138,10 +138,10 @@ def grouped_by_keys(slices: np.ndarray) -> np.ndarray:
   A block-causal mask has a slice for each block of queries, and a key meets many; with a slice for
   each block of keys it meets one. Where there would be more slices, they stay as they are.
   """
-  s = slices[area_of(slices) > 0]
-  is_full = (s[:, LO] <= s[:, K_BEGIN] - s[:, Q_END] + 1) & (
-    s[:, HI] >= s[:, K_END] - 1 - s[:, Q_BEGIN]
-  )
+  areas = area_of(slices)
+  s, areas = slices[areas > 0], areas[areas > 0]
+  heights, widths = s[:, Q_END] - s[:, Q_BEGIN], s[:, K_END] - s[:, K_BEGIN]
+  is_full = areas == heights * widths.astype(np.int64)
   full = s[is_full]
   full = full[np.argsort(full[:, Q_BEGIN], kind="stable")]
   if not _has_neighbours(full):

@@ -13,7 +13,6 @@ import jax_magi
 from jax_magi import AttentionMask, _ops
 from tests.accuracy import DTYPES, check_attention, make_inputs
 from tests.cases import CASES
-from tests.test_attention import check_gradients_of_a_known_mask
 from tests.test_random_masks import masks
 
 pytestmark = pytest.mark.gpu
@@ -99,8 +98,10 @@ def test_known_mask_gives_what_a_traced_one_does(case):
 
 
 @pytest.mark.parametrize("block_size", [48, 256])
-def test_gradients_of_a_known_mask(block_size):
-  check_gradients_of_a_known_mask(AttentionMask.block_causal(block_size, 1000), "bf16", "cuda")
+def test_known_mask_that_the_backward_pass_cuts_by_keys(block_size):
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 1000, 1000, 4, 2, 64, 64)
+  mask = AttentionMask.block_causal(block_size, 1000)
+  check_attention(inputs, mask, "cuda", is_mask_known=True)
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 7, 16, 33, 64])
