@@ -50,7 +50,7 @@ struct BackwardArgs {
   const void *q, *k, *v, *dout;
   const float *lse, *delta;
   const Slice* slices;
-  float* dq;
+  void* dq;  // float32 where it is summed in memory, else dtype.
   void *dk, *dv;
 };
 

@@ -33,7 +33,7 @@ def attention_forward(q, k, v, slices, sink, *, softmax_scale: float, softcap: f
 def attention_backward(
   q, k, v, dout, lse, delta, slices, *, softmax_scale: float, softcap: float, dkv_dtype: Any
 ):
-  """Returns dq in float32, dk and dv in `dkv_dtype`."""
+  """Returns dq in q's dtype, dk and dv in `dkv_dtype`."""
   slices = clamped(slices, q.shape[1], k.shape[1])
   operands = vary_together(q, k, v, dout, lse, delta, slices)
 
@@ -41,7 +41,7 @@ def attention_backward(
     return _backward(*operands, softmax_scale, softcap)
 
   dq, dk, dv = _over_batch(one, operands, slices_index=6)
-  return dq, dk.astype(dkv_dtype), dv.astype(dkv_dtype)
+  return dq.astype(q.dtype), dk.astype(dkv_dtype), dv.astype(dkv_dtype)
 
 
 def _over_batch(fun, operands, slices_index):

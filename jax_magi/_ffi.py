@@ -185,7 +185,7 @@ def attention_backward(
   sm_margin: int,
   dkv_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns dq in float32, dk and dv in `dkv_dtype`."""
+  """Returns dq in q's dtype, dk and dv in `dkv_dtype`."""
   num_bytes, num_splits = 0, 1
   if platform == "cuda":
     options: dict[str, Any] = {
@@ -194,14 +194,17 @@ def attention_backward(
       "deterministic": deterministic,
     }
     num_bytes, num_splits, _ = _cuda_needs(q, k, v, slices, **options, values=None)
-    # As the CUDA kernel reads it: in powers of 2, and no probability for rows that see nothing.
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * np.float32(np.log2(np.e)))
+    # As the CUDA kernels read it: -lse, in units of scores or of exponents of 2, and no probability
+    # for rows that see nothing.
+    factor = -1 / softmax_scale if deterministic and not softcap else -np.log2(np.e)
+    lse = jnp.where(lse == -jnp.inf, -jnp.inf, lse * np.float32(factor))
+  is_dq_summed = platform == "cpu" or not deterministic  # In memory, and so in float32.
   part_dtype = dkv_dtype if num_splits == 1 else np.float32
   dq, *parts, _ = _call(
     _BACKWARD,
     (q, k, v, dout, lse, delta, slices, plan),
     [
-      (q.shape, np.float32),
+      (q.shape, np.float32 if is_dq_summed else q.dtype),
       ((num_splits * k.shape[0], *k.shape[1:]), part_dtype),
       ((num_splits * v.shape[0], *v.shape[1:]), part_dtype),
       ((num_bytes,), np.uint8),  # Workspace.
@@ -216,8 +219,9 @@ def attention_backward(
     sums = (functools.reduce(operator.add, jnp.split(x, num_splits)) for x in parts)
     parts = [x.astype(dkv_dtype) for x in sums]
   dk, dv = parts
-  # The CUDA kernel leaves the scale to whatever reads dq next.
-  return dq * np.float32(softmax_scale) if platform == "cuda" else dq, dk, dv
+  if platform == "cuda" and is_dq_summed:
+    dq *= np.float32(softmax_scale)  # Left to whatever reads dq next.
+  return dq.astype(q.dtype), dk, dv
 
 
 def _band(lo: int, hi: int) -> dict[str, np.int32]:

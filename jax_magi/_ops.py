@@ -75,7 +75,7 @@ def _attention_bwd(config, residuals, cotangents):
   dq, dk, dv = _backward(config, k.dtype)(
     q, k, v, dout, lse.transpose(rows_last), delta.transpose(rows_last), slices
   )
-  return dq.astype(q.dtype), dk, dv, None, dsink
+  return dq, dk, dv, None, dsink
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)

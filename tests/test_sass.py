@@ -55,13 +55,29 @@ def test_products_overlap(kernels):
     assert code.count("WARPGROUP.DEPBAR") <= 6, f"{name}: products run one by one"
 
 
+def _main_loop(code: str) -> str:
+  """The shortest way back over half the products."""
+  lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", code)
+  addresses = [int(address, 16) for address, _ in lines]
+  found = []
+  for address, text in lines:
+    branch = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
+    if branch and (target := int(branch[1], 16)) < int(address, 16):
+      begin, end = addresses.index(target), addresses.index(int(address, 16))
+      loop = "\n".join(text for _, text in lines[begin : end + 1])
+      if 2 * _count_products(loop) >= _count_products(code):
+        found.append(loop)
+  return min(found, key=len)
+
+
 def test_descriptors_are_the_same_in_a_warp(kernels):
   # Else each product waits for its descriptors on their way to uniform registers.
   for name, code in kernels.items():
-    if "ConfigILi256E" in name:
-      continue  # In which ptxas does not always see it.
-    moves = len(re.findall(r"\bR2UR\b", code))
-    assert moves <= 2.5 * _count_products(code), f"{name}: {moves} words of descriptors are moved"
+    if re.search(r"BackwardConfigILi256E.*PartE0", name):
+      continue  # In which ptxas does not see it.
+    loop = _main_loop(code)
+    moves = len(re.findall(r"\bR2UR\b", loop))
+    assert moves <= 1.5 * _count_products(loop), f"{name}: {moves} words of descriptors are moved"
 
 
 def test_softmax_runs_under_a_product(kernels):

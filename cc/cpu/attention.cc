@@ -64,7 +64,8 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
   const int64_t num_heads = shape.batch * shape.num_kv_heads;
   const int64_t num_tiles = CeilDiv(shape.k_len, kTile);
   const int64_t dq_size = shape.batch * shape.q_len * shape.num_q_heads * shape.head_dim;
-  std::fill_n(args.dq, dq_size, 0.0f);
+  float* dq_sum = static_cast<float*>(args.dq);
+  std::fill_n(dq_sum, dq_size, 0.0f);
   if (num_heads == 0 || num_tiles == 0) return true;
 
   // Key tiles of one head add to the same dq. One task takes them all, in order, so the sum is the
@@ -82,7 +83,7 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
       num_heads * num_splits, BackwardScratch(shape), [&](int64_t task, float* scratch) {
         const int64_t split = task / num_heads;
         const int64_t head = task % num_heads;
-        float* dq = split == 0 ? args.dq : extra_dq.get() + (split - 1) * dq_size;
+        float* dq = split == 0 ? dq_sum : extra_dq.get() + (split - 1) * dq_size;
         // Every num_splits-th tile: a causal mask gives all tasks the same work.
         for (int64_t k_tile = split; k_tile < num_tiles; k_tile += num_splits) {
           kernels.backward(args, head / shape.num_kv_heads, head % shape.num_kv_heads, k_tile, dq,
@@ -93,7 +94,7 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
 
   for (int64_t split = 0; split < num_extra; ++split) {
     const float* dq = extra_dq.get() + split * dq_size;
-    for (int64_t i = 0; i < dq_size; ++i) args.dq[i] += dq[i];
+    for (int64_t i = 0; i < dq_size; ++i) dq_sum[i] += dq[i];
   }
   return true;
 }

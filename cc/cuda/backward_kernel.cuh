@@ -4,7 +4,7 @@
 //
 //   dS = P * (dP - delta),   dV = P^T dout,   dK = scale * dS^T Q,   dQ = scale * dS K
 //
-// (dQ leaves the kernel without the scale: it is cast anyway.)
+// (A dQ that is summed in memory leaves the kernel without the scale: it is cast anyway.)
 //
 // Rows are keys: a tile of k and v stays in shared memory, q and dout stream past it in blocks of
 // columns, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
@@ -26,7 +26,9 @@
 
 namespace jax_magi::cuda {
 
-constexpr int kDsWritten = 1;  // A named barrier.
+// Named barriers.
+constexpr int kDsWritten = 1;
+constexpr int kFirstTurn = 2;  // Of a warpgroup; the others' follow.
 
 // --- Consumer: a warpgroup with 64 rows, or with half the dims of all 64 ---
 
@@ -53,9 +55,9 @@ struct BackwardConsumer {
   uint32_t p[kColumns / 4], ds[kColumns / 4];
   float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
   float dq[Config::kDqQueries / 2];
-  float row_lse[2], row_delta[2];  // Where rows are queries.
+  float row_start[2], row_delta[2];  // Where rows are queries.
   // Where columns are: read ahead of their use, as shared memory is busy with products.
-  float2 lse[Config::kReadAhead ? kColumns / 8 : 1];
+  float2 start[Config::kReadAhead ? kColumns / 8 : 1];
 
   __device__ __forceinline__ int RowGroup() const { return Config::kDimGroups == 1 ? group : 0; }
   __device__ __forceinline__ int DimGroup() const { return Config::kDimGroups == 1 ? 0 : group; }
@@ -77,6 +79,7 @@ struct BackwardConsumer {
     } else {
       scale = {params.softmax_scale * kLog2E, 0.0f};
     }
+    if (Config::kTakesTurns && group == Config::kNumConsumers - 1) PassTurn();
     for (uint32_t phase = 0;;) {
       Wait(&shared.row_full, phase);
       // The same in a warp, for the compiler: else it would compute descriptors in each thread.
@@ -87,13 +90,20 @@ struct BackwardConsumer {
 #pragma unroll
       for (float& y : dy) y = 0.0f;
       if constexpr (!Config::kByKeys) LoadRowStatistics();
-      if (num_blocks > 0) Compute();
+      if (num_blocks > 0) {
+        if constexpr (Config::kTakesTurns) {
+          ComputeInTurns();
+        } else {
+          Compute();
+        }
+      }
       const RowTileInfo tile = shared.tile;
       phase = LoadByWarp(
           shared.tile.next_phase);  // From there, as no register lasts through Compute().
       Arrive(&shared.row_empty);
       Store(tile);
     }
+    if (Config::kTakesTurns && group == 0) TakeTurn();  // That nobody will take.
     if constexpr (Config::kHasDq) {
       Wait(&shared.dq_empty[group], DqPhase(num_done % 2, 0) ^ 1);
       if (thread == 0) shared.dq_target[group].dim = -1;
@@ -108,13 +118,15 @@ struct BackwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool is_own = Row(r) < tile.num_rows;
-      row_lse[r] = is_own ? params.lse[first + Row(r)] : INFINITY;
+      row_start[r] = is_own ? params.start[first + Row(r)] : -INFINITY;
+      if constexpr (Config::kStartIsScore) row_start[r] *= scale.log2;
       row_delta[r] = is_own ? params.delta[first + Row(r)] : 0.0f;
     }
   }
 
   __device__ __forceinline__ void Compute() {
     WaitForX();
+    StartScores();
     IssueScores();
     ReadStatistics();
     WaitWgmma<0>();
@@ -160,7 +172,7 @@ struct BackwardConsumer {
       x_ring.Advance();
       if constexpr (Config::kHasDq) {
         FenceAsyncProxy();
-        NamedSync(kDsWritten, 2 * kWarpgroup);
+        NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
 #pragma unroll
         for (int step = 0; step < Config::kDqSteps; ++step) {
           IssueDq(Ds(ds_stage), step);
@@ -189,6 +201,76 @@ struct BackwardConsumer {
     }
   }
 
+  // All products at once, then all that is done element by element: while one warpgroup has the
+  // tensor cores, another computes. Left alone, they would all do the same at the same time.
+  __device__ __forceinline__ void ComputeInTurns() {
+    int flags = PrepareTurn();
+    TakeTurn();
+    IssueScores();
+    IssueDp(YStage());
+    PassTurn();
+    FinishInTurn(flags);
+    while (!(flags & kLast)) {
+      const int x_stage = x_ring.stage, y_stage = YStage();
+      x_ring.Advance();
+      ++num_done;
+      flags = PrepareTurn();
+      TakeTurn();
+      if constexpr (Config::kByKeys) IssueDy(y_stage);
+      IssueDx(x_stage);
+      IssueScores();
+      IssueDp(YStage());
+      PassTurn();
+      WaitWgmma<2>();
+      FenceRegisters(dx);
+      FenceRegisters(dy);
+      Arrive(&shared.x_empty[x_stage]);
+      ArriveByWarp(&shared.y_empty[y_stage], thread);
+      FinishInTurn(flags);
+    }
+    TakeTurn();
+    if constexpr (Config::kByKeys) IssueDy(YStage());
+    IssueDx(x_ring.stage);
+    PassTurn();
+    WaitWgmma<0>();
+    FenceRegisters(dx);
+    FenceRegisters(dy);
+    Arrive(&shared.x_empty[x_ring.stage]);
+    ArriveByWarp(&shared.y_empty[YStage()], thread);
+    x_ring.Advance();
+    ++num_done;
+  }
+
+  // Returns the block's flags.
+  __device__ __forceinline__ int PrepareTurn() {
+    WaitForX();
+    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
+    ReadStatistics();
+    FenceRegisters(dp);  // Else ptxas copies them after the first product, and waits for it.
+    StartScores();
+    return LoadByWarp(shared.block[x_ring.stage].flags);
+  }
+
+  // From scores, and dP a little later, to dS.
+  __device__ __forceinline__ void FinishInTurn(int flags) {
+    WaitWgmma<1>();
+    FenceRegisters(scores);
+    if (flags & kMasked) Hide(shared.block[x_ring.stage]);
+    Probabilities(x_ring.stage);
+    // Probabilities are never negative: this keeps ptxas from moving them behind the wait.
+    if (IsAnyNegative(scores)) WaitForX();
+    WaitWgmma<0>();
+    FenceRegisters(dp);
+    ScoreGradients();
+  }
+
+  __device__ __forceinline__ void TakeTurn() { NamedSync(kFirstTurn + group, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() {
+    NamedArrive(kFirstTurn + (group + 1) % Config::kNumConsumers, 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ int YStage() const { return num_done % Config::kYStages; }
+
   __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
 
   // dP is subtracted from delta by its product.
@@ -196,7 +278,7 @@ struct BackwardConsumer {
     const int stage = x_ring.stage;
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
-      if constexpr (Config::kReadAhead) lse[i] = ReadPair(shared.lse[stage], i);
+      if constexpr (Config::kReadAhead) start[i] = ReadPair(shared.start[stage], i);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 delta = Config::kByKeys ? ReadPair(shared.delta[stage], i)
@@ -216,16 +298,35 @@ struct BackwardConsumer {
   // must the wait for `position`: then it is the last block's own.
   __device__ __forceinline__ void IssueNextScores(RingPosition<Config::kXStages> position) {
     Wait(&shared.x_full[position.stage], position.phase);
+    StartScores();
     IssueScores();
+  }
+
+  // With -lse: read for the exponents, it would come late, and there are no registers to read it
+  // ahead.
+  __device__ __forceinline__ void StartScores() {
+    if constexpr (Config::kStartsScores) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 8; ++i) {
+        const float2 start = ReadPair(shared.start[x_ring.stage], i);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          scores[4 * i + 2 * r] = start.x;
+          scores[4 * i + 2 * r + 1] = start.y;
+        }
+      }
+      FenceRegisters(scores);
+    }
   }
 
   // --- Products ---
 
   __device__ __forceinline__ void IssueScores() {
     const int stage = __shfl_sync(~0u, x_ring.stage, 0);  // The same in a warp, for the compiler.
+    constexpr Product kProduct = Config::kStartsScores ? Product::kIsAdded : Product::kIsResult;
     FenceRegisters(scores);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim>(
+    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, kProduct>(
         RowDescriptor(shared.row_x + RowGroup() * 64 * 64), kRowPanel,
         RowDescriptor(shared.column_x[stage]), kColumnPanel, scores);
     CommitWgmma();
@@ -234,7 +335,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void IssueDp(int stage) {
     FenceRegisters(dp);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kColumns, Config::kValueDim, /*kSubtract=*/true>(
+    MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
         RowDescriptor(shared.row_y + RowGroup() * 64 * 64), kRowPanel,
         RowDescriptor(shared.column_y[stage]), kColumnPanel, dp);
     CommitWgmma();
@@ -283,27 +384,28 @@ struct BackwardConsumer {
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }
 
-  // Of pair `i` of columns and row `r`.
-  __device__ __forceinline__ float2 Lse(int stage, int i, int r) const {
-    if constexpr (!Config::kByKeys) return make_float2(row_lse[r], row_lse[r]);
-    return Config::kReadAhead ? lse[i] : ReadPair(shared.lse[stage], i);
+  // What is to be added to exponents, of pair `i` of columns and row `r`.
+  __device__ __forceinline__ float2 Start(int stage, int i, int r) const {
+    if constexpr (!Config::kByKeys) return make_float2(row_start[r], row_start[r]);
+    if constexpr (Config::kStartsScores) return make_float2(0.0f, 0.0f);  // The scores have it.
+    return Config::kReadAhead ? start[i] : ReadPair(shared.start[stage], i);
   }
 
-  // Calls fun(e, lse) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them in
-  // pairs.
+  // Calls fun(e, start) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them
+  // in pairs.
   template <typename Fun>
   __device__ __forceinline__ void ForEachPair(int stage, Fun fun) {
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) fun(2 * i + r, Lse(stage, i, r));
+      for (int r = 0; r < 2; ++r) fun(2 * i + r, Start(stage, i, r));
     }
   }
 
   __device__ __forceinline__ void Probabilities(int stage) {
-    ForEachPair(stage, [&](int e, float2 lse) {
-      scores[2 * e] = Exp2(scores[2 * e] * scale.log2 - lse.x);
-      scores[2 * e + 1] = Exp2(scores[2 * e + 1] * scale.log2 - lse.y);
+    ForEachPair(stage, [&](int e, float2 start) {
+      scores[2 * e] = Exp2(scores[2 * e] * scale.log2 + start.x);
+      scores[2 * e + 1] = Exp2(scores[2 * e + 1] * scale.log2 + start.y);
       p[e] = PackPair<Element>(scores[2 * e], scores[2 * e + 1]);
     });
   }
@@ -326,10 +428,10 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void CappedGradients(int stage) {
-    ForEachPair(stage, [&](int e, float2 lse) {
+    ForEachPair(stage, [&](int e, float2 start) {
       const float tanh[2] = {scores[2 * e], scores[2 * e + 1]};
-      const float probability[2] = {Exp2(tanh[0] * scale.log2 - lse.x),
-                                    Exp2(tanh[1] * scale.log2 - lse.y)};
+      const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
+                                    Exp2(tanh[1] * scale.log2 + start.y)};
       p[e] = PackPair<Element>(probability[0], probability[1]);
       const float slope[2] = {CapSlope(tanh[0]), CapSlope(tanh[1])};
       ds[e] = PackPair<Element>(probability[0] * -dp[2 * e] * slope[0],
@@ -392,9 +494,7 @@ struct BackwardConsumer {
   // --- Epilogue ---
 
   __device__ __forceinline__ void Store(const RowTileInfo& tile) {
-    // dQ is scaled when it is cast.
-    const float factor = Config::kByKeys ? params.softmax_scale : 1.0f;
-    StoreGradient<kXDims>(tile, dx, factor, params.dx, params.head_dim);
+    StoreGradient<kXDims>(tile, dx, params.softmax_scale, params.dx, params.head_dim);
     if constexpr (Config::kByKeys) {
       StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
     }
@@ -433,7 +533,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
   const int thread = threadIdx.x;
   if (thread == 0) {
-    constexpr int kConsumers = 2 * kWarpgroup;
+    constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitBarrier(&shared.row_full, 1);
     InitBarrier(&shared.row_empty, kConsumers);
     // Columns: TMA, and each lane's copies of the statistics.

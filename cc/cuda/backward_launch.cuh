@@ -71,11 +71,11 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_splits, const Launch
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
   params.softcap = args.params.softcap;
-  params.lse = args.lse;
+  params.start = args.lse;
   params.delta = args.delta;
   params.dx = Config::kByKeys ? args.dk : args.dq;
   params.dy = Config::kByKeys ? args.dv : nullptr;
-  params.is_float = !Config::kByKeys || args.dkv_dtype == DType::kF32;
+  params.is_float = Config::kByKeys && args.dkv_dtype == DType::kF32;
 
   constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");

@@ -22,8 +22,9 @@ struct BackwardParams {
   uint32_t packs_per_row_head, heads_per_pack;
   int head_dim, value_dim;
   float softmax_scale, softcap;
-  // [batch, num_q_heads, q_len]; lse times log2(e), and +inf for rows that see nothing.
-  const float *lse, *delta;
+  // [batch, num_q_heads, q_len]. -lse in units of exponents of 2 or of scores, as the config says,
+  // and -inf for rows that see nothing.
+  const float *start, *delta;
   // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
   // num_row_heads, dim].
   void *dx, *dy;
@@ -52,7 +53,7 @@ struct BackwardShared {
   alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
   // For each warpgroup [half of 64 dims][query][32 dims].
   alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
-  alignas(16) float lse[kXStages][Config::kBlockColumns];
+  alignas(16) float start[kXStages][Config::kBlockColumns];
   alignas(16) float delta[kXStages][Config::kBlockColumns];
   BlockInfo block[kXStages];
   int32_t head[kXStages];  // The query head of the block.
@@ -209,7 +210,7 @@ struct BackwardProducer {
       for (int i = 0; i < Config::kBlockColumns; i += 32) {
         if (Config::kBlockColumns % 32 == 0 || i + lane < Config::kBlockColumns) {
           const bool is_inside = row + i < params.q_len;
-          CopyWord(&shared.lse[stage][i + lane], params.lse + offset + i, is_inside);
+          CopyWord(&shared.start[stage][i + lane], params.start + offset + i, is_inside);
           CopyWord(&shared.delta[stage][i + lane], params.delta + offset + i, is_inside);
         }
       }

@@ -20,7 +20,7 @@ struct ForwardTile<64, 64, kHasSoftcap, kIsSmall> {
   // small tiles may leave fewer rows empty, and share little work better.
   static constexpr int kNumConsumers = kIsSmall ? 2 : 3, kBlockN = 128;
   static constexpr int kQStages = 2, kKStages = 4, kVStages = 4;
-  static constexpr bool kQInRegisters = false;
+  static constexpr bool kQInRegisters = kIsSmall;
 };
 template <bool kHasSoftcap>
 struct ForwardTile<128, 128, kHasSoftcap, false> {
@@ -76,8 +76,10 @@ template <int kHeadDim, bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile;
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<64, kHasSoftcap, kPart> {
-  static constexpr int kDimGroups = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
-  static constexpr int kXStages = 3, kYStages = 2;
+  static constexpr int kDimGroups = 1;
+  static constexpr int kUncapped = kPart == BackwardPart::kKeysValues ? 96 : 128;
+  static constexpr int kBlockColumns = kHasSoftcap ? 64 : kUncapped;
+  static constexpr int kXStages = 3, kYStages = kPart == BackwardPart::kAll ? 2 : 3;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<128, kHasSoftcap, kPart> {
@@ -102,11 +104,16 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
+  // -lse comes in units of scores, not of exponents of 2; and scores start there, not at 0.
+  static constexpr bool kStartIsScore = !kHasDq && !kHasSoftcap;
+  static constexpr bool kStartsScores = kStartIsScore && kByKeys;
+  // Warpgroups take turns at their products: worth it where these are short.
+  static constexpr bool kTakesTurns = !kHasDq && !kHasSoftcap && kHeadDim == 64;
   // What registers allow.
-  static constexpr bool kReadAhead = kByKeys && Tile::kBlockColumns <= 64;
+  static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
   static constexpr bool kWaitsForDx = kHeadDim == 128;  // Before the next scores.
   static constexpr bool kKeepsProbabilities = !kHasDq && (!kByKeys || Tile::kBlockColumns <= 64);
-  static constexpr int kBlockRows = 128 / Tile::kDimGroups;
+  static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers / Tile::kDimGroups;
   // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
   // queries.
   static constexpr bool kSplitQueries = kHeadDim == 64;
@@ -115,8 +122,8 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // Columns that are worked on for all query heads in turn before the next: more than a usual
   // window, and few enough to stay in the L2 cache.
   static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
-  static constexpr int kNumThreads = 3 * kWarpgroup;
-  static constexpr bool kNeedsMost = kHeadDim == 128 && kByKeys;
+  static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
+  static constexpr bool kNeedsMost = kByKeys && (kHeadDim == 128 || kTakesTurns);
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
 };

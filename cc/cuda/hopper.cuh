@@ -73,6 +73,11 @@ __device__ __forceinline__ bool IsDone(uint64_t* barrier, uint32_t phase) {
 
 // --- Kernels that start before the one they depend on has ended ---
 
+// Lets the next kernel come up, if it was launched so, while this one ends.
+__device__ __forceinline__ void LetNextKernelStart() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
 // Until all that the previous kernel wrote can be read.
 __device__ __forceinline__ void WaitForPreviousKernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -136,6 +141,11 @@ __device__ __forceinline__ void FenceAsyncProxy() {
 
 __device__ __forceinline__ void NamedSync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// Counts for the barrier, without waiting.
+__device__ __forceinline__ void NamedArrive(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of column l % 8 of
@@ -222,22 +232,26 @@ __device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, flo
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory; or, to subtract,
-// scores -= that. `rows_bytes` and `keys_bytes` are the sizes of their panels.
-template <typename Element, int kN, int kDim, bool kSubtract = false>
+// What becomes of a product: the result, or it is added to it or subtracted from it.
+enum class Product { kIsResult, kIsAdded, kIsSubtracted };
+
+// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
+// `keys_bytes` are the sizes of their panels.
+template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult>
 __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
                                                  uint32_t keys_bytes, float (&scores)[kN / 2]) {
   using cute::SM90::GMMA::Major;
   using cute::SM90::GMMA::ScaleIn;
-  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
-                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
-                        Major::K, Major::K, kSubtract ? ScaleIn::Neg : ScaleIn::One>());
+  using Atom =
+      decltype(cute::SM90::GMMA::ss_op_selector<
+               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, Major::K,
+               Major::K, kProduct == Product::kIsSubtracted ? ScaleIn::Neg : ScaleIn::One>());
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
     WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
                       Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-                      /*accumulate=*/kSubtract || step > 0,
+                      /*accumulate=*/kProduct != Product::kIsResult || step > 0,
                       std::make_integer_sequence<int, kN / 2>());
   }
 }

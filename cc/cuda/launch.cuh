@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cc/cuda/early_launch.h"
 #include "cc/cuda/kernels.h"
 #include "cc/cuda/pipeline.cuh"
 #include "cc/cuda/tensor_map.h"
@@ -48,18 +49,10 @@ Status LaunchPersistent(void (*kernel)(Params), const Params& params, int num_th
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(
-      std::clamp<int64_t>(num_sms - options.sm_margin, 1, std::max<int64_t>(max_work, 1))));
-  config.blockDim = dim3(num_threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaLaunchKernelEx(&config, kernel, params));
+  const int num_blocks = static_cast<int>(
+      std::clamp<int64_t>(num_sms - options.sm_margin, 1, std::max<int64_t>(max_work, 1)));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      LaunchEarly(kernel, num_blocks, num_threads, shared_bytes, options.stream, params));
   return {};
 }
 

@@ -126,6 +126,7 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
     }
     __syncwarp();
   }
+  LetNextKernelStart();
 }
 
 // Slice `i` of the tile's list.

@@ -1,5 +1,7 @@
 #include <algorithm>
 
+#include "cc/cuda/early_launch.h"
+#include "cc/cuda/hopper.cuh"
 #include "cc/cuda/schedule.h"
 
 namespace jax_magi::cuda {
@@ -8,19 +10,20 @@ namespace {
 struct ScheduleArgs {
   int num_lists;  // Slice lists: one for each batch element, or one for all.
   int num_rows, num_columns, num_slices;
-  Tiling tiling;
+  bool by_keys;
+  Divisor tile_rows, block_columns;
+  Divisor candidates_per_list;  // For cuts: the first row, and both ends of each slice.
   const Slice* slices;
 };
 
-// Candidates for cuts: the first row, and both ends of each slice.
 JAX_MAGI_INLINE int64_t NumCandidates(const ScheduleArgs& args) {
-  return int64_t{args.num_lists} * (2 * args.num_slices + 1);
+  return int64_t{args.num_lists} * args.candidates_per_list.divisor;
 }
 
 // Rows between two cuts.
 struct Segment {
   int batch, begin, end;
-  int first_tile;
+  int first_tile, num_tiles;
 };
 
 // Row of candidate `index` for a cut: 0 for the first, then both ends of each slice. 0 also stands
@@ -37,15 +40,16 @@ JAX_MAGI_INLINE int CutRow(const Slice* slices, int num_rows, int num_columns, b
 // Makes the sorted list of segments: a thread a candidate.
 // Returns their number. `rows` and `kept` are scratch.
 __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* rows, int* kept) {
-  const int per_batch = 2 * args.num_slices + 1;
+  const int per_batch = args.candidates_per_list.divisor;
   const int num_candidates = args.num_lists * per_batch;
   const int thread = threadIdx.x;
-  const int batch = thread / per_batch, index = thread % per_batch;
+  const int batch = args.candidates_per_list.Divide(thread);
   const int first = batch * per_batch;  // Of this batch element's candidates.
+  const int index = thread - first;
   const bool is_candidate = thread < num_candidates;
   if (is_candidate) {
     rows[thread] = CutRow(args.slices + batch * args.num_slices, args.num_rows, args.num_columns,
-                          args.tiling.by_keys, index);
+                          args.by_keys, index);
   }
   __syncthreads();
 
@@ -69,13 +73,11 @@ __device__ int MakeSegments(const ScheduleArgs& args, Segment* segments, int* ro
       if (i < first || (is_same && rows[i] < row)) ++rank;
       if (is_same && rows[i] > row) next = Min(next, rows[i]);
     }
-    segments[rank] = {batch, row, next, 0};
+    segments[rank] = {batch, row, next, 0, args.tile_rows.CeilDivide(next - row)};
   }
   __syncthreads();
   if (is_kept) {
-    for (int i = 0; i < rank; ++i) {
-      first_tile += CeilDiv(segments[i].end - segments[i].begin, args.tiling.num_rows);
-    }
+    for (int i = 0; i < rank; ++i) first_tile += segments[i].num_tiles;
   }
   __syncthreads();
   if (is_kept) segments[rank].first_tile = first_tile;
@@ -105,8 +107,10 @@ __device__ int BinOf(const Tile& tile) {
 }
 
 __device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logits) {
-  // The attention kernel may come up meanwhile: it waits for this one where it must.
-  asm volatile("griddepcontrol.launch_dependents;");
+  // This kernel came up while the one before it ended. The attention kernel may come up now: it
+  // waits for this one where it must, and all before it have ended.
+  WaitForPreviousKernel();
+  LetNextKernelStart();
   for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
   if (threadIdx.x == 0) counter->next_work = 0;
 }
@@ -124,16 +128,17 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Segment segments[kThreads];
   Reset(counter, max_logits, num_max_logits);
   TileList* list = reinterpret_cast<TileList*>(counter + 1);
-  const int thread = threadIdx.x, num_rows = args.tiling.num_rows;
+  const int thread = threadIdx.x, num_rows = args.tile_rows.divisor;
 
   // Too many candidates, and every list is one segment.
   const bool is_cut = NumCandidates(args) <= kThreads;
   int num_segments = 0;
-  int num_tiles = args.num_lists * CeilDiv(args.num_rows, num_rows);
+  const int tiles_per_list = args.tile_rows.CeilDivide(args.num_rows);
+  int num_tiles = args.num_lists * tiles_per_list;
   if (is_cut) {
     num_segments = MakeSegments(args, segments, rows, bins);
     const Segment& last = segments[num_segments - 1];
-    num_tiles = last.first_tile + CeilDiv(last.end - last.begin, num_rows);
+    num_tiles = last.first_tile + last.num_tiles;
   }
   if (thread == 0) list->num_tiles = num_tiles;
   __syncthreads();
@@ -150,15 +155,15 @@ __global__ void __launch_bounds__(kThreads)
       }
       segment = segments[low];
     } else {
-      const int per_list = num_tiles / args.num_lists;
-      segment = {i / per_list, 0, args.num_rows, i / per_list * per_list};
+      const int list = i / tiles_per_list;
+      segment = {list, 0, args.num_rows, list * tiles_per_list, tiles_per_list};
     }
     Tile tile{};
     tile.batch = segment.batch;
     tile.begin = segment.begin + (i - segment.first_tile) * num_rows;
     tile.num_rows = Min(num_rows, segment.end - tile.begin);
     CountBlocks(args.slices + int64_t{tile.batch} * args.num_slices, args.num_slices, args.num_rows,
-                args.num_columns, args.tiling, tile);
+                args.num_columns, args.by_keys, args.block_columns, tile);
     atomicAdd(&bins[BinOf<kThreads>(tile)], 1);
     return tile;
   };
@@ -195,13 +200,14 @@ std::vector<int32_t> MakePlan(const AttentionShape& shape, const Tiling& tiling,
   }
   kept.push_back(num_rows);
 
+  const Divisor block_columns(tiling.num_columns);
   std::vector<Tile> tiles;
   for (size_t i = 0; i + 1 < kept.size(); ++i) {
     for (int begin = kept[i]; begin < kept[i + 1]; begin += tiling.num_rows) {
       Tile tile{};
       tile.begin = begin;
       tile.num_rows = Min(tiling.num_rows, kept[i + 1] - begin);
-      CountBlocks(slices, num_slices, num_rows, num_columns, tiling, tile);
+      CountBlocks(slices, num_slices, num_rows, num_columns, tiling.by_keys, block_columns, tile);
       tiles.push_back(tile);
     }
   }
@@ -220,14 +226,16 @@ cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Sli
   const int num_max_logits =
       max_logits == nullptr ? 0 : static_cast<int>(shape.batch * shape.num_q_heads);
   if (has_plan) {
-    ResetKernel<<<1, 128, 0, stream>>>(counter, max_logits, num_max_logits);
-    return cudaGetLastError();
+    return LaunchEarly(ResetKernel, 1, 128, 0, stream, counter, max_logits, num_max_logits);
   }
   const ScheduleArgs args{shape.shared_slices ? 1 : static_cast<int>(shape.batch),
                           NumRows(shape, tiling),
                           NumColumns(shape, tiling),
                           static_cast<int>(shape.num_slices),
-                          tiling,
+                          tiling.by_keys,
+                          Divisor(tiling.num_rows),
+                          Divisor(tiling.num_columns),
+                          Divisor(static_cast<int>(2 * shape.num_slices + 1)),
                           slices};
   Tile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
   // The attention kernel waits for the list: few threads are the quickest where they are enough.
@@ -235,9 +243,8 @@ cudaError_t Prepare(const AttentionShape& shape, const Tiling& tiling, const Sli
   const bool is_small = NumCandidates(args) <= kFew && MaxTiles(shape, tiling) <= kFew &&
                         CeilDiv(args.num_columns, tiling.num_columns) < kFew;
   const auto kernel = is_small ? ScheduleKernel<kFew> : ScheduleKernel<kMany>;
-  kernel<<<1, is_small ? kFew : kMany, 0, stream>>>(args, counter, unsorted, max_logits,
-                                                    num_max_logits);
-  return cudaGetLastError();
+  return LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args, counter, unsorted,
+                     max_logits, num_max_logits);
 }
 
 }  // namespace jax_magi::cuda

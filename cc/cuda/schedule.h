@@ -54,6 +54,23 @@ constexpr int kShortestSegment = 64;
 
 JAX_MAGI_INLINE int CeilDiv(int a, int b) { return (a + b - 1) / b; }
 
+// A divisor of numbers from 0 to 2^31 - 1. A division takes a GPU long, a multiplication does not:
+// with `multiplier` = 2^(31 + shift) / divisor, rounded up, the quotient is exact, as the error is
+// below 2^-31 of a divisor.
+struct Divisor {
+  uint32_t divisor, multiplier;
+  int shift = 0;
+
+  explicit Divisor(int divisor) : divisor(divisor) {
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+  }
+  JAX_MAGI_INLINE int Divide(int a) const {
+    return static_cast<int>(static_cast<uint64_t>(a) * multiplier >> (31 + shift));
+  }
+  JAX_MAGI_INLINE int CeilDivide(int a) const { return Divide(static_cast<int>(a + divisor - 1)); }
+};
+
 // Slice `i` as the kernels see it: rows first, and inside the arrays.
 JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
                                 bool by_keys) {
@@ -62,9 +79,9 @@ JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int nu
 
 // Fills in the tile's blocks and slices. `slices` are those of its batch element.
 JAX_MAGI_INLINE void CountBlocks(const Slice* slices, int num_slices, int num_rows, int num_columns,
-                                 const Tiling& tiling, Tile& tile) {
+                                 bool by_keys, Divisor block_columns, Tile& tile) {
   for (int i = 0; i < num_slices; ++i) {
-    const Slice slice = LoadSlice(slices, i, num_rows, num_columns, tiling.by_keys);
+    const Slice slice = LoadSlice(slices, i, num_rows, num_columns, by_keys);
     const Range rows =
         Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
     if (rows.begin >= rows.end) continue;
@@ -72,7 +89,7 @@ JAX_MAGI_INLINE void CountBlocks(const Slice* slices, int num_slices, int num_ro
     if (columns.begin >= columns.end) continue;
     if (tile.num_blocks == 0) tile.slice_begin = i;
     tile.slice_end = i + 1;
-    tile.num_blocks += CeilDiv(columns.end - columns.begin, tiling.num_columns);
+    tile.num_blocks += block_columns.CeilDivide(columns.end - columns.begin);
   }
 }
 

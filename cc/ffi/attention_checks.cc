@@ -83,7 +83,8 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer dout,
                           ffi::AnyBuffer lse, ffi::AnyBuffer delta, ffi::AnyBuffer slices,
                           ffi::AnyBuffer dq, ffi::AnyBuffer dk, ffi::AnyBuffer dv,
-                          float softmax_scale, float softcap, BackwardArgs* args, int* num_splits) {
+                          bool is_dq_summed, float softmax_scale, float softcap, BackwardArgs* args,
+                          int* num_splits) {
   const char* context = "jax_magi attention backward";
   JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
   const AttentionShape& s = args->shape;
@@ -108,9 +109,10 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dout", dout}, {q.element_type()}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dk", dk}, {q.element_type(), ffi::F32}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dv", dv}, {dk.element_type()}));
-  for (const NamedBuffer& named : {NamedBuffer{"lse", lse}, {"delta", delta}, {"dq", dq}}) {
-    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
-  }
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"lse", lse}, {ffi::F32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"delta", delta}, {ffi::F32}));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckDType(context, {"dq", dq}, {is_dq_summed ? ffi::F32 : q.element_type()}));
   args->params = {softmax_scale, softcap};
   args->dkv_dtype = ToDType(dk.element_type());
   args->q = q.untyped_data();
@@ -120,7 +122,7 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
   args->lse = static_cast<const float*>(lse.untyped_data());
   args->delta = static_cast<const float*>(delta.untyped_data());
   args->slices = static_cast<const Slice*>(slices.untyped_data());
-  args->dq = static_cast<float*>(dq.untyped_data());
+  args->dq = dq.untyped_data();
   args->dk = dk.untyped_data();
   args->dv = dv.untyped_data();
   return ffi::Error::Success();

@@ -31,7 +31,8 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                     bool /*deterministic: always*/, int32_t /*sm_margin*/) {
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          softmax_scale, softcap, &args, /*num_splits=*/nullptr));
+                                          /*is_dq_summed=*/true, softmax_scale, softcap, &args,
+                                          /*num_splits=*/nullptr));
   return Finish("jax_magi attention backward",
                 cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));
 }

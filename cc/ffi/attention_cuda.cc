@@ -56,7 +56,8 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   BackwardArgs args;
   int num_splits = 1;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          softmax_scale, softcap, &args, &num_splits));
+                                          /*is_dq_summed=*/!deterministic, softmax_scale, softcap,
+                                          &args, &num_splits));
   const cuda::LaunchOptions options{PlanOf(plan), workspace->untyped_data(), sm_margin, stream};
   const bool has_plan = options.plan != nullptr;
   JAX_MAGI_RETURN_IF_ERROR(CheckCuda(
