@@ -63,7 +63,7 @@ def attention(
       row's softmax and carry no value. Differentiable.
     return_max_logits: whether to fill `meta.max_logits`.
     deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are; on a
-      GPU it costs some 25% of the backward pass.
+      GPU it makes the backward pass 10-25% slower.
     sm_margin: streaming multiprocessors to leave free, on a GPU.
     implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform). None takes the native
       kernel of the platform compiled for, or else "blockwise".
