@@ -34,12 +34,13 @@ def test_case_deterministic(case):
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(mask=masks(), seed=st.integers(0, 2**31), sink=st.booleans())
-def test_random_mask(dtype, head_dim, mask, seed, sink):
+def test_random_mask(dtype, head_dim, deterministic, mask, seed, sink):
   shape = (mask.q_len, mask.k_len, 4, 2, head_dim, head_dim)
   inputs = make_inputs(np.random.default_rng(seed), DTYPES[dtype], *shape, 0 if sink else None)
-  check_attention(inputs, mask, "cuda")
+  check_attention(inputs, mask, "cuda", deterministic=deterministic)
 
 
 def _arrays(*shapes):
