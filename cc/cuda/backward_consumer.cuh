@@ -116,11 +116,11 @@ struct BackwardConsumer {
     // products one by one.
     for (bool is_last = false; !is_last;) {
       const RingPosition<Config::kXStages> x_before = x_ring;
-      const int x_stage = x_ring.stage, y_stage = num_done % Config::kYStages;
+      const int x_stage = x_ring.stage, y_stage = YStage();
       const int ds_stage = num_done % 2;
-      const int flags = LoadByWarp(shared.block[x_stage].flags);
+      const int flags = BlockFlags();
       is_last = flags & kLast;
-      Wait(&shared.y_full[y_stage], num_done / Config::kYStages % 2);
+      WaitForY();
       IssueDp(y_stage);
       FenceRegisters(scores);
       if (flags & kMasked) Hide(shared.block[x_stage]);
@@ -136,8 +136,7 @@ struct BackwardConsumer {
           IssueDy(y_stage);
           WaitWgmma<1>();
         } else {
-          // Probabilities are never negative: this keeps ptxas from moving them behind the wait.
-          if (IsAnyNegative(scores)) WaitForX();
+          HoldProbabilities();
           WaitWgmma<0>();
         }
         FenceRegisters(dp);
@@ -226,11 +225,11 @@ struct BackwardConsumer {
   // Returns the block's flags.
   __device__ __forceinline__ int PrepareTurn() {
     WaitForX();
-    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
+    WaitForY();
     ReadStatistics();
     FenceRegisters(dp);  // Else ptxas copies them after the first product, and waits for it.
     StartScores();
-    return LoadByWarp(shared.block[x_ring.stage].flags);
+    return BlockFlags();
   }
 
   // From scores, and dP a little later, to dS.
@@ -239,8 +238,7 @@ struct BackwardConsumer {
     FenceRegisters(scores);
     if (flags & kMasked) Hide(shared.block[x_ring.stage]);
     Probabilities(x_ring.stage);
-    // Probabilities are never negative: this keeps ptxas from moving them behind the wait.
-    if (IsAnyNegative(scores)) WaitForX();
+    HoldProbabilities();
     WaitWgmma<0>();
     FenceRegisters(dp);
     ScoreGradients();
@@ -251,23 +249,39 @@ struct BackwardConsumer {
     NamedArrive(kFirstTurn + (group + 1) % Config::kNumConsumers, 2 * kWarpgroup);
   }
 
+  __device__ __forceinline__ int BlockFlags() const {
+    return LoadByWarp(shared.block[x_ring.stage].flags);
+  }
   __device__ __forceinline__ int YStage() const { return num_done % Config::kYStages; }
 
+  __device__ __forceinline__ void WaitForY() {
+    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
+  }
   __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
 
   // dP is subtracted from delta by its product.
   __device__ __forceinline__ void ReadStatistics() {
     const int stage = x_ring.stage;
+    if constexpr (Config::kReadAhead) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.start[stage], i);
+    }
+    ForEachPair([&](int e, int i, int r) {
+      const float2 delta = Config::kByKeys ? ReadPair(shared.delta[stage], i)
+                                           : make_float2(row_delta[r], row_delta[r]);
+      dp[2 * e] = delta.x;
+      dp[2 * e + 1] = delta.y;
+    });
+  }
+
+  // Calls fun(e, i, r) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them in
+  // pairs: pair `i` of columns, row `r`.
+  template <typename Fun>
+  __device__ __forceinline__ void ForEachPair(Fun fun) {
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
-      if constexpr (Config::kReadAhead) start[i] = ReadPair(shared.start[stage], i);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 delta = Config::kByKeys ? ReadPair(shared.delta[stage], i)
-                                             : make_float2(row_delta[r], row_delta[r]);
-        dp[4 * i + 2 * r] = delta.x;
-        dp[4 * i + 2 * r + 1] = delta.y;
-      }
+      for (int r = 0; r < 2; ++r) fun(2 * i + r, i, r);
     }
   }
 
@@ -288,15 +302,11 @@ struct BackwardConsumer {
   // ahead.
   __device__ __forceinline__ void StartScores() {
     if constexpr (Config::kStartsScores) {
-#pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) {
+      ForEachPair([&](int e, int i, int) {
         const float2 start = ReadPair(shared.start[x_ring.stage], i);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          scores[4 * i + 2 * r] = start.x;
-          scores[4 * i + 2 * r + 1] = start.y;
-        }
-      }
+        scores[2 * e] = start.x;
+        scores[2 * e + 1] = start.y;
+      });
       FenceRegisters(scores);
     }
   }
@@ -373,23 +383,18 @@ struct BackwardConsumer {
     return Config::kReadAhead ? start[i] : ReadPair(shared.start[stage], i);
   }
 
-  // Calls fun(e, start) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them
-  // in pairs.
-  template <typename Fun>
-  __device__ __forceinline__ void ForEachPair(int stage, Fun fun) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) fun(2 * i + r, Start(stage, i, r));
-    }
-  }
-
   __device__ __forceinline__ void Probabilities(int stage) {
-    ForEachPair(stage, [&](int e, float2 start) {
+    ForEachPair([&](int e, int i, int r) {
+      const float2 start = Start(stage, i, r);
       scores[2 * e] = Exp2(scores[2 * e] * scale.log2 + start.x);
       scores[2 * e + 1] = Exp2(scores[2 * e + 1] * scale.log2 + start.y);
       p[e] = PackPair<Element>(scores[2 * e], scores[2 * e + 1]);
     });
+  }
+
+  // They are never negative: this keeps ptxas from moving them behind the next wait.
+  __device__ __forceinline__ void HoldProbabilities() {
+    if (IsAnyNegative(scores)) WaitForX();
   }
 
   __device__ __forceinline__ void ScoreGradients() {
@@ -410,7 +415,8 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void CappedGradients(int stage) {
-    ForEachPair(stage, [&](int e, float2 start) {
+    ForEachPair([&](int e, int i, int r) {
+      const float2 start = Start(stage, i, r);
       const float tanh[2] = {scores[2 * e], scores[2 * e + 1]};
       const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
                                     Exp2(tanh[1] * scale.log2 + start.y)};
