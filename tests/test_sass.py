@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_magi import _ffi
@@ -57,17 +58,17 @@ def test_products_overlap(kernels):
 
 def _main_loop(code: str) -> str:
   """The shortest way back over half the products."""
-  lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", code)
-  addresses = [int(address, 16) for address, _ in lines]
+  lines = [line for line in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/ ", line)]
+  index = {int(line.split("*")[1], 16): i for i, line in enumerate(lines)}
+  products = np.cumsum([0, *("HGMMA" in line for line in lines)])  # Before each line.
   found = []
-  for address, text in lines:
-    branch = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)
-    if branch and (target := int(branch[1], 16)) < int(address, 16):
-      begin, end = addresses.index(target), addresses.index(int(address, 16))
-      loop = "\n".join(text for _, text in lines[begin : end + 1])
-      if 2 * _count_products(loop) >= _count_products(code):
-        found.append(loop)
-  return min(found, key=len)
+  for end, line in enumerate(lines):
+    branch = re.search(r"\bBRA\b[^;]* 0x([0-9a-f]+)", line)
+    begin = index[int(branch[1], 16)] if branch else end
+    if begin < end and 2 * (products[end] - products[begin]) >= products[-1]:
+      found.append((end - begin, begin))
+  length, begin = min(found)
+  return "\n".join(lines[begin : begin + length + 1])
 
 
 def test_descriptors_are_the_same_in_a_warp(kernels):
