@@ -1,17 +1,29 @@
 // What one attention call is made of, whichever device computes it.
 //
+// With S = softmax_scale * q k^T over visible pairs (capped, where there is a cap), the forward
+// pass computes
+//
+//   lse = log(sum of exp(S) + exp(sink)),   out = exp(S - lse) v,   max_logits = max of S, uncapped
+//
+// and the backward pass, with P = exp(S - lse), dP = dout v^T and dS = P (dP - delta),
+//
+//   dq = softmax_scale * dS k,   dk = softmax_scale * dS^T q,   dv = P^T dout.
+//
+// lse and delta are natural, float32, and the same for every device: lse as the forward pass
+// returns it, delta = rowsum(dout * out) - dlse. They may be those of more keys than the call has.
+//
 // Layouts (row-major):
-//   q, dout, dq          [batch, q_len, num_q_heads, head_dim or value_dim]
+//   q, dout, dq, out     [batch, q_len, num_q_heads, head_dim or value_dim]
 //   k, v, dk, dv         [batch, k_len, num_kv_heads, head_dim or value_dim]
 //   slices               [batch or 1, num_slices, 6]
 //   sink, max_logits     [batch, num_q_heads]
-//   lse (forward)        [batch, q_len, num_q_heads]
-//   lse, delta (backward)[batch, num_q_heads, q_len]
+//   lse, delta           [batch, q_len, num_q_heads]
 
 #ifndef JAX_MAGI_ATTENTION_H_
 #define JAX_MAGI_ATTENTION_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "cc/dtype.h"
 #include "cc/mask.h"
@@ -23,7 +35,9 @@ struct AttentionShape {
   int64_t num_slices;
   bool shared_slices;  // One slice list for the whole batch.
 
+  // Query heads of a kv head.
   JAX_MAGI_INLINE int64_t group() const { return num_q_heads / num_kv_heads; }
+  JAX_MAGI_INLINE int64_t num_statistics() const { return batch * q_len * num_q_heads; }
 };
 
 struct AttentionParams {
@@ -34,24 +48,46 @@ struct AttentionParams {
 struct ForwardArgs {
   AttentionShape shape;
   AttentionParams params;
-  DType dtype;
+  DType dtype;      // Of q, k and v.
+  DType out_dtype;  // The same, or float32 for callers that go on merging.
   const void *q, *k, *v;
   const Slice* slices;
   const float* sink;  // -inf: none.
   void* out;
-  float *lse, *max_logits;
+  float* lse;         // -inf for rows that see nothing.
+  float* max_logits;  // -inf for heads that see nothing.
 };
 
 struct BackwardArgs {
   AttentionShape shape;
   AttentionParams params;
-  DType dtype;
-  DType dkv_dtype;  // dtype, or float32 for callers that go on summing.
+  DType dtype;                // Of q, k, v and dout.
+  DType dq_dtype, dkv_dtype;  // The same, or float32 for callers that go on summing.
   const void *q, *k, *v, *dout;
   const float *lse, *delta;
   const Slice* slices;
-  void* dq;  // float32 where it is summed in memory, else dtype.
-  void *dk, *dv;
+  // Where AttentionNeeds says that dq is summed, it is float32, and comes without softmax_scale.
+  void *dq, *dk, *dv;
+};
+
+// A call as it is traced, when there is no data yet.
+struct AttentionCall {
+  AttentionShape shape;
+  DType dtype;
+  bool has_softcap, is_backward, deterministic;
+};
+
+// What a device asks of the caller for it.
+struct AttentionNeeds {
+  int64_t workspace_bytes = 0;
+  // dk and dv come in so many parts, one after the other along the batch, and have to be added.
+  int num_dkv_parts = 1;
+  // dq is a sum in memory: float32, and without softmax_scale.
+  bool is_dq_summed = false;
+  // What kernels derive from a mask that is known; none where they do it in each call.
+  std::vector<int32_t> tile_list;
+  // By what the list was made. A handler refuses a list with another stamp than its own.
+  int32_t tile_stamp = 0;
 };
 
 }  // namespace jax_magi

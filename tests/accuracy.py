@@ -6,6 +6,7 @@ in the same dtype, plus one ulp at the scale of the output. float32 holds 1e-5 i
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,6 @@ def check_attention(
 
   The mask is an argument of the program, or a constant of it: `is_mask_known`.
   """
-  dense_mask = mask.to_dense()
   fixed = tuple(sorted(options.items()))
   ours_options = (
     *fixed,
@@ -139,6 +139,14 @@ def check_attention(
     ours = jit_once(known)(inputs.operands, inputs.cotangents, options=ours_options)
   else:
     ours = _ours(inputs.operands, inputs.cotangents, mask, ours_options)
+  assert ours["out"].dtype == inputs.q.dtype
+  assert ours["lse"].dtype == ours["max_logits"].dtype == np.float32
+  check_results(ours, inputs, mask, **options)
+
+
+def check_results(ours: dict[str, Any], inputs: Inputs, mask: jax_magi.AttentionMask, **options):
+  """Holds results, by name, to the rule: those of a call with these inputs, however it was made."""
+  dense_mask, fixed = mask.to_dense(), tuple(sorted(options.items()))
   with jax.default_device(jax.devices("cpu")[0]):
     # Low precision throughout: statistics and the sink too.
     low = jax.tree.map(lambda x: x.astype(inputs.q.dtype), (inputs.operands, inputs.cotangents))
@@ -146,8 +154,6 @@ def check_attention(
     with jax.enable_x64(True):
       high = jax.tree.map(lambda x: x.astype(np.float64), (inputs.operands, inputs.cotangents))
       truth = _dense(*high, dense_mask, fixed)
-  assert ours["out"].dtype == inputs.q.dtype
-  assert ours["lse"].dtype == ours["max_logits"].dtype == np.float32
   for name, value in ours.items():
     check_close(name, value, truth[name], plain[name], inputs.q.dtype)
 

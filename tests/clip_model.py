@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jax_magi.optim import Projection, QkProjections
+from tests.arrays import normal
 
 EMBED, HEADS, KV_HEADS, DIM, HIDDEN, LAYERS = 16, 4, 2, 8, 24, 3
 LAYOUT = "layers embed -> heads dim"
@@ -22,25 +23,21 @@ MATRICES = {
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def normal(seed, *shape):
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
 def make_params():
   return {
-    "embedding": normal(0, 32, EMBED),
-    "q": normal(1, LAYERS, EMBED, HEADS, DIM),
-    "k": normal(2, LAYERS, EMBED, KV_HEADS, DIM),
-    "v": normal(3, LAYERS, EMBED, KV_HEADS, DIM),
-    "o": normal(4, LAYERS, HEADS, DIM, EMBED),
-    "up": normal(5, LAYERS, EMBED, HIDDEN),
-    "down": normal(6, LAYERS, HIDDEN, EMBED),
+    "embedding": normal(32, EMBED, seed=0),
+    "q": normal(LAYERS, EMBED, HEADS, DIM, seed=1),
+    "k": normal(LAYERS, EMBED, KV_HEADS, DIM, seed=2),
+    "v": normal(LAYERS, EMBED, KV_HEADS, DIM, seed=3),
+    "o": normal(LAYERS, HEADS, DIM, EMBED, seed=4),
+    "up": normal(LAYERS, EMBED, HIDDEN, seed=5),
+    "down": normal(LAYERS, HIDDEN, EMBED, seed=6),
     "norm": np.ones((LAYERS, EMBED), np.float32),
   }
 
 
 def make_grads(count):
-  return [{k: normal(100 * i + n, *x.shape) for n, (k, x) in enumerate(make_params().items())}
+  return [{k: normal(*x.shape, seed=100 * i + n) for n, (k, x) in enumerate(make_params().items())}
           for i in range(1, count + 1)]  # fmt: skip
 
 

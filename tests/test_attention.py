@@ -7,7 +7,7 @@ import pytest
 
 import jax_magi
 from jax_magi import AttentionMask, reference
-from jax_magi._slices import grouped_by_keys
+from jax_magi._src.masks.slices import grouped_by_keys
 from tests.accuracy import DTYPES, check_attention, check_close, make_inputs
 from tests.cases import CASES
 

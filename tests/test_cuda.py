@@ -10,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 import jax_magi
-from jax_magi import AttentionMask, _ops
-from tests.accuracy import DTYPES, check_attention, make_inputs
+from jax_magi import AttentionMask
+from tests.accuracy import DTYPES, Inputs, check_attention, check_results, make_inputs
+from tests.arrays import normals
 from tests.cases import CASES
 from tests.test_random_masks import masks
 
@@ -44,8 +45,7 @@ def test_random_mask(dtype, head_dim, deterministic, mask, seed, sink):
 
 
 def _arrays(*shapes):
-  rng = np.random.default_rng(0)
-  return [jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes]
+  return [jnp.asarray(x) for x in normals(*shapes, dtype=jnp.bfloat16)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -62,27 +62,6 @@ def test_deterministic_gradients_are_equal_bit_for_bit(head_dim):
   first = gradients(q, k, v, dout)
   for _ in range(10):
     jax.tree.map(np.testing.assert_array_equal, gradients(q, k, v, dout), first)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_float32_gradients_of_keys_and_values(deterministic):
-  """What callers that go on summing ask for: rounded once, it is what others get."""
-  arrays = _arrays((1, 600, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), (1, 600, 8, 128))
-  q, k, v, dout = arrays
-  slices = AttentionMask.causal(600).slices[None]
-  config = _ops.AttentionConfig(0.1, 0.0, deterministic, 0, "cuda")
-  sink = jnp.full((1, 8), -jnp.inf)
-  out, lse, _ = jax.jit(_ops._forward(config))(q, k, v, slices, sink)
-  delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1)
-  statistics = (x.transpose(0, 2, 1) for x in (lse, delta))
-  operands = (q, k, v, dout, *statistics, slices)
-  for float_grad, grad in zip(
-    jax.jit(_ops._backward(config, np.float32))(*operands)[1:],
-    jax.jit(_ops._backward(config, jnp.bfloat16))(*operands)[1:],
-    strict=True,
-  ):
-    assert float_grad.dtype == np.float32 and grad.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(float_grad.astype(jnp.bfloat16), grad)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -173,6 +152,14 @@ def test_short_queries_in_a_batch():
     np.testing.assert_array_equal(got[i], fun(q[i], k[i], v[i])[0])
 
 
+def _check_gradients_of_sum(gradients, operands, mask):
+  """Holds dq, dk and dv of out.sum() to the accuracy rule."""
+  q, k, v = (np.asarray(x) for x in operands)
+  dout, dlse = np.ones((*q.shape[:2], v.shape[2]), q.dtype), np.zeros(q.shape[:2], np.float32)
+  inputs = Inputs(q, k, v, None, dout, dlse)
+  check_results(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), inputs, mask)
+
+
 @pytest.mark.parametrize("is_mask_shared", [True, False])
 def test_batch(is_mask_shared):
   q, k, v = _arrays((5, 300, 4, 64), (5, 300, 2, 64), (5, 300, 2, 64))
@@ -195,9 +182,8 @@ def test_batch(is_mask_shared):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, i=i: x[i], got), expected)
   got = jax.vmap(gradients, (0, 0, 0, None if is_mask_shared else 0))(q, k, v, mapped)
   for i in range(5):
-    expected = gradients(q[i], k[i], v[i], slices[i])
-    for x, y in zip(got, expected, strict=True):  # dq is added up in any order.
-      np.testing.assert_allclose(np.float32(x[i]), np.float32(y), rtol=0.02, atol=1e-2)
+    mask = AttentionMask(slices[i], 300, 300)
+    _check_gradients_of_sum([x[i] for x in got], (q[i], k[i], v[i]), mask)
 
 
 def test_runs_are_equal_bit_for_bit():
@@ -248,9 +234,8 @@ def _check_large_gradients(q, k, v, mask, bounds):
   got = gradients(q, k, v, mask)
   for i in (0, len(bounds) // 2, len(bounds) - 2):
     part = slice(bounds[i], bounds[i + 1])
-    expected = gradients(q[part], k[part], v[part], AttentionMask.causal(512))
-    for x, y in zip(got, expected, strict=True):
-      np.testing.assert_allclose(np.float32(x[part]), np.float32(y), rtol=0.02, atol=1e-2)
+    operands = (q[part], k[part], v[part])
+    _check_gradients_of_sum([x[part] for x in got], operands, AttentionMask.causal(512))
 
 
 def test_runs_inside_a_command_buffer():

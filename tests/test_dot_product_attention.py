@@ -135,7 +135,7 @@ def test_attention_mask_and_meta():
       ValueError,
       "contiguous",
     ),
-    ({"scale": np.inf}, ValueError, "softmax_scale"),
+    ({"scale": np.inf}, ValueError, "^scale must be finite"),
     (
       {
         "segment_ids": np.ones((3, 40), np.int32),

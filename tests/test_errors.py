@@ -1,12 +1,15 @@
 """Every mistake a caller can make is named."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_magi
-from jax_magi import AttentionMask, _ffi
+from jax_magi import AttentionMask
+from jax_magi._src.native import backends
 
 
 def _call(q=(8, 4, 16), k=(8, 2, 16), v=(8, 2, 16), dtype=jnp.float32, mask=None, **options):
@@ -56,19 +59,22 @@ def test_bad_argument_is_named(change, error, match):
 
 
 def test_cuda_kernels_are_missed_by_name(monkeypatch):
-  monkeypatch.setattr(_ffi, "PLATFORMS", ("cpu",))  # As in a build without nvcc.
-  with pytest.raises(NotImplementedError, match="'cuda' is not in this build"):
-    _call(implementation="cuda")
+  missing = dataclasses.replace(backends.HOPPER, library=None)  # As in a build without nvcc.
+  monkeypatch.setitem(backends.BACKENDS, "cuda", missing)
+  with pytest.raises(NotImplementedError, match="this build of jax_magi has no kernels"):
+    _call(implementation="cuda", dtype=jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
-  "change",
-  [{}, {"dtype": jnp.bfloat16, "v": (8, 2, 264)}],
+  ("change", "match"),
+  [
+    ({}, "'cuda' cannot be used: the kernels take bfloat16 and float16, not float32"),
+    ({"dtype": jnp.bfloat16, "v": (8, 2, 264)}, "head dims up to 256, not 16 and 264"),
+  ],
   ids=["float32", "large_value_dim"],
 )
-def test_cuda_kernels_name_what_they_do_not_take(monkeypatch, change):
-  monkeypatch.setattr(_ffi, "PLATFORMS", ("cpu", "cuda"))
-  with pytest.raises(NotImplementedError, match="'cuda' takes bfloat16 or float16"):
+def test_cuda_kernels_name_what_they_do_not_take(change, match):
+  with pytest.raises(NotImplementedError, match=match):
     _call(implementation="cuda", **change)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import jax_magi
 from jax_magi import AttentionMask, MaskType
-from jax_magi._slices import grouped_by_keys
+from jax_magi._src.masks.slices import grouped_by_keys
 from tests.test_random_masks import masks
 
 

@@ -1,4 +1,4 @@
-"""QK-Clip on parameters: gamma, clipped weights, what is reported, mistakes."""
+"""QK-Clip on parameters: gamma, clipped weights, what is reported."""
 
 import logging
 
@@ -18,39 +18,10 @@ from jax_magi.optim import (
   apply_qk_clip,
   qk_clip_gamma,
 )
+from tests.arrays import assert_same_bits, normal
+from tests.qk_kernels import DIM, EMBED, STACKED, make_kernels, make_projections
 
-EMBED, DIM = 24, 8
 F32_EPS = np.finfo(np.float32).eps
-
-
-def _normal(seed, *shape, dtype=np.float32):
-  return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def _kernels(num_q_heads=4, num_kv_heads=4, layers=(), dtype=np.float32):
-  return {
-    "q": {"kernel": _normal(0, *layers, EMBED, num_q_heads, DIM, dtype=dtype)},
-    "k": {"kernel": _normal(1, *layers, EMBED, num_kv_heads, DIM, dtype=dtype)},
-  }
-
-
-def _projections(layout="embed -> heads dim", **options):
-  return QkProjections(
-    q=Projection("q/kernel", layout, **options), k=Projection("k/kernel", layout, **options)
-  )
-
-
-STACKED = _projections("layers embed -> heads dim")
-
-
-def _assert_same_bits(a, b):
-  assert a.dtype == b.dtype
-  assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def _assert_trees_same_bits(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(_assert_same_bits, a, b)
 
 
 # --- gamma ---
@@ -113,13 +84,13 @@ def _measure(params, x, num_heads):
 @pytest.mark.parametrize("has_bias", [False, True], ids=["kernel", "kernel_and_bias"])
 def test_hot_head_comes_down_to_the_threshold_and_others_keep_every_bit(num_kv_heads, has_bias):
   num_heads, tau = 4, 30.0
-  params = _kernels(num_heads, num_kv_heads)
+  params = make_kernels(num_heads, num_kv_heads)
   roles = {name: [Projection(f"{name}/kernel", "embed -> heads dim")] for name in "qk"}
   if has_bias:
     for name, heads in (("q", num_heads), ("k", num_kv_heads)):
-      params[name]["bias"] = _normal(7, heads, DIM)
+      params[name]["bias"] = normal(heads, DIM, seed=7)
       roles[name].append(Projection(f"{name}/bias", "-> heads dim"))
-  x = _normal(2, 50, EMBED, dtype=np.float64) * 0.3
+  x = normal(50, EMBED, seed=2, dtype=np.float64) * 0.3
   params["q"]["kernel"][:, 1] *= 8.0  # The hot head.
   max_logits = _measure(params, x, num_heads)
   assert max_logits[1] > tau and np.delete(max_logits, 1).max() < tau
@@ -137,7 +108,7 @@ def test_hot_head_comes_down_to_the_threshold_and_others_keep_every_bit(num_kv_h
       expected[..., heads, :] *= root
       np.testing.assert_allclose(new, expected, rtol=4 * F32_EPS, atol=0)
       untouched = np.delete(np.arange(old.shape[-2]), heads)
-      _assert_same_bits(new[..., untouched, :], old[..., untouched, :])
+      assert_same_bits(new[..., untouched, :], old[..., untouched, :])
   again = _measure(clipped, x, num_heads)
   np.testing.assert_allclose(again[1], tau, rtol=8 * F32_EPS)
   outside = np.delete(np.arange(num_heads), group)
@@ -145,14 +116,14 @@ def test_hot_head_comes_down_to_the_threshold_and_others_keep_every_bit(num_kv_h
 
 
 def test_group_takes_the_gamma_of_its_hottest_head():
-  params = _kernels(num_q_heads=4, num_kv_heads=2)
+  params = make_kernels(num_q_heads=4, num_kv_heads=2)
   max_logits = np.array([50.0, 80.0, 30.0, 10.0], np.float32)
-  clipped = apply_qk_clip(params, max_logits, _projections(), 40.0)
+  clipped = apply_qk_clip(params, max_logits, make_projections(), 40.0)
   root = np.sqrt(0.5)
   for name, heads in (("q", 2), ("k", 1)):
     old, new = params[name]["kernel"], np.asarray(clipped[name]["kernel"])
     np.testing.assert_allclose(new[:, :heads], old[:, :heads] * root, rtol=4 * F32_EPS)
-    _assert_same_bits(new[:, heads:], old[:, heads:])
+    assert_same_bits(new[:, heads:], old[:, heads:])
 
 
 NOPE, ROPE, VALUE, RANK, MLA_HEADS = 6, 4, 5, 12, 3
@@ -161,9 +132,9 @@ NOPE, ROPE, VALUE, RANK, MLA_HEADS = 6, 4, 5, 12, 3
 def _mla(is_merged):
   """Parameters as they are in practice: q's parts in one kernel, k's and v's in another."""
   params = {
-    "q_b": {"kernel": _normal(0, RANK, MLA_HEADS, NOPE + ROPE)},
-    "kv_b": {"kernel": _normal(1, RANK, MLA_HEADS, NOPE + VALUE)},
-    "k_rope": {"kernel": _normal(2, EMBED, ROPE)},
+    "q_b": {"kernel": normal(RANK, MLA_HEADS, NOPE + ROPE, seed=0)},
+    "kv_b": {"kernel": normal(RANK, MLA_HEADS, NOPE + VALUE, seed=1)},
+    "k_rope": {"kernel": normal(EMBED, ROPE, seed=2)},
   }
   layout, options = "rank -> heads dim", {}
   if is_merged:
@@ -193,7 +164,8 @@ def _mla_max(params, x, latent):
 @pytest.mark.parametrize("is_merged", [False, True], ids=["heads_dim", "merged"])
 def test_mla_splits_gamma_between_its_parts(is_merged):
   params, projections = _mla(is_merged)
-  x, latent = _normal(3, 40, EMBED, dtype=np.float64), _normal(4, 40, RANK, dtype=np.float64)
+  x = normal(40, EMBED, seed=3, dtype=np.float64)
+  latent = normal(40, RANK, seed=4, dtype=np.float64)
   max_logits = _mla_max(params, x, latent)
   hot = int(max_logits.argmax())
   tau = float(np.sort(max_logits)[-2:].mean())
@@ -207,8 +179,8 @@ def test_mla_splits_gamma_between_its_parts(is_merged):
   for name, factor in (("q_b", q), ("kv_b", kv)):
     old, new = (p[name]["kernel"].reshape(RANK, MLA_HEADS, -1) for p in (params, clipped))
     np.testing.assert_allclose(new, old * factor, rtol=4 * F32_EPS, atol=0)
-    _assert_same_bits(new[:, factor == 1.0], old[:, factor == 1.0])
-  _assert_same_bits(clipped["k_rope"]["kernel"], params["k_rope"]["kernel"])
+    assert_same_bits(new[:, factor == 1.0], old[:, factor == 1.0])
+  assert_same_bits(clipped["k_rope"]["kernel"], params["k_rope"]["kernel"])
   again = _mla_max(clipped, x, latent)
   np.testing.assert_allclose(again[hot], tau, rtol=8 * F32_EPS)
   np.testing.assert_array_equal(np.delete(again, hot), np.delete(max_logits, hot))
@@ -237,20 +209,20 @@ def test_layouts_name_the_same_heads(layout):
     return x if axis is None else x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
   layers = (3,) if "layers" in layout else ()
-  params = _kernels(layers=layers)
+  params = make_kernels(layers=layers)
   max_logits = np.full((*layers, 4), 5.0, np.float32)
   max_logits[..., 2] = 20.0
   expected = jax.tree.map(np.copy, params)
   for name in "qk":
     expected[name]["kernel"][..., 2, :] *= np.sqrt(np.float32(0.5))
   got = apply_qk_clip(
-    jax.tree.map(arrange, params), max_logits, _projections(layout, num_heads=4), 10.0
+    jax.tree.map(arrange, params), max_logits, make_projections(layout, num_heads=4), 10.0
   )
-  _assert_trees_same_bits(jax.tree.map(np.asarray, got), jax.tree.map(arrange, expected))
+  assert_same_bits(jax.tree.map(np.asarray, got), jax.tree.map(arrange, expected))
 
 
 def test_layers_that_are_not_stacked_are_counted():
-  params = {f"block_{i}": _kernels() for i in range(11)}  # 10 sorts before 2.
+  params = {f"block_{i}": make_kernels() for i in range(11)}  # 10 sorts before 2.
   projections = QkProjections(
     q=Projection("block_{layer}/q/kernel", "embed -> heads dim"),
     k=Projection("block_{layer}/k/kernel", "embed -> heads dim"),
@@ -259,20 +231,20 @@ def test_layers_that_are_not_stacked_are_counted():
   max_logits[2, 3] = 400.0
   clipped = jax.tree.map(np.asarray, apply_qk_clip(params, max_logits, projections))
   hot, expected = clipped.pop("block_2"), params.pop("block_2")
-  _assert_trees_same_bits(clipped, params)
+  assert_same_bits(clipped, params)
   np.testing.assert_array_equal(hot["q"]["kernel"][:, 3], expected["q"]["kernel"][:, 3] * 0.5)
 
 
 def test_parameters_in_boxes_have_the_same_paths():
-  params = _kernels()
+  params = make_kernels()
   boxed = jax.tree.map(lambda x: nn.Partitioned(x, names=("embed", "heads", None)), params)
   max_logits = np.array([1.0, 400.0, 1.0, 1.0], np.float32)
-  clipped = nn.unbox(apply_qk_clip(boxed, max_logits, _projections()))
-  _assert_trees_same_bits(clipped, apply_qk_clip(params, max_logits, _projections()))
+  clipped = nn.unbox(apply_qk_clip(boxed, max_logits, make_projections()))
+  assert_same_bits(clipped, apply_qk_clip(params, max_logits, make_projections()))
 
 
 def test_kinds_of_layers_have_their_own_statistics():
-  params = {"window": _kernels(layers=(2,)), "full": _kernels(4, 2)}
+  params = {"window": make_kernels(layers=(2,)), "full": make_kernels(4, 2)}
   projections = {
     "window": QkProjections(
       q=Projection("window/q/kernel", "layers embed -> heads dim"),
@@ -286,7 +258,7 @@ def test_kinds_of_layers_have_their_own_statistics():
   max_logits = {"window": np.ones((2, 4), np.float32), "full": np.ones(4, np.float32)}
   max_logits["window"][1, 0] = 400.0
   clipped = jax.tree.map(np.asarray, apply_qk_clip(params, max_logits, projections))
-  _assert_trees_same_bits(clipped["full"], params["full"])
+  assert_same_bits(clipped["full"], params["full"])
   touched = (clipped["window"]["k"]["kernel"] != params["window"]["k"]["kernel"]).any(axis=(1, 3))
   np.testing.assert_array_equal(np.argwhere(touched), [[1, 0]])
   max_logits["full"][2] = np.nan
@@ -296,20 +268,20 @@ def test_kinds_of_layers_have_their_own_statistics():
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "f16"])
 def test_low_precision_weights_are_rounded_once(dtype):
-  params = _kernels(dtype=dtype)
-  clipped = apply_qk_clip(params, np.array([1, 130, 1, 1], np.float32), _projections(), 100.0)
+  params = make_kernels(dtype=dtype)
+  clipped = apply_qk_clip(params, np.array([1, 130, 1, 1], np.float32), make_projections(), 100.0)
   old, new = params["q"]["kernel"], np.asarray(clipped["q"]["kernel"])
   root = np.sqrt(np.float32(100.0) / np.float32(130.0))
-  _assert_same_bits(new[:, 1], (old[:, 1].astype(np.float32) * root).astype(dtype))
-  _assert_same_bits(np.delete(new, 1, 1), np.delete(old, 1, 1))
+  assert_same_bits(new[:, 1], (old[:, 1].astype(np.float32) * root).astype(dtype))
+  assert_same_bits(np.delete(new, 1, 1), np.delete(old, 1, 1))
 
 
 def test_measured_by_attention_and_clipped_under_scan_over_layers():
   """The whole loop: our attention's max_logits, clip, our attention again."""
   num_layers, num_heads, tau = 3, 4, 30.0
-  params = _kernels(num_heads, 2, layers=(num_layers,))
+  params = make_kernels(num_heads, 2, layers=(num_layers,))
   params["q"]["kernel"][1, :, 2] *= 40.0
-  x = jnp.asarray(_normal(2, 64, EMBED)) * 0.2
+  x = jnp.asarray(normal(64, EMBED, seed=2)) * 0.2
   mask = jax_magi.AttentionMask.from_cu_seqlens([0, 20, 64], causal=True)
 
   @jax.jit
@@ -328,14 +300,14 @@ def test_measured_by_attention_and_clipped_under_scan_over_layers():
   again = np.asarray(measure(clipped))
   np.testing.assert_allclose(again[1, 2], tau, rtol=1e-5)
   for layer in (0, 2):
-    _assert_same_bits(again[layer], np.asarray(max_logits[layer]))
+    assert_same_bits(again[layer], np.asarray(max_logits[layer]))
 
 
 # --- what peers got wrong ---
 
 
 def test_one_hot_layer_under_scan_clips_only_that_layer():
-  params = _kernels(layers=(4,))
+  params = make_kernels(layers=(4,))
   max_logits = np.full((4, 4), 60.0, np.float32)
   max_logits[2, 1] = 250.0
   clipped = jax.jit(lambda p, m: apply_qk_clip(p, m, STACKED))(params, max_logits)
@@ -348,11 +320,11 @@ def test_one_hot_layer_under_scan_clips_only_that_layer():
 
 @pytest.mark.parametrize("value", [-1.0, -1e30, -np.inf, 0.0, -0.0, 100.0])
 def test_maximum_that_is_not_above_the_threshold_clips_nothing(value):
-  params = _kernels(num_q_heads=4, num_kv_heads=2, layers=(2,))
+  params = make_kernels(num_q_heads=4, num_kv_heads=2, layers=(2,))
   params["q"]["kernel"][0, 0] = 1e-40  # Subnormal: a product with 1 may flush it to 0.
   max_logits = np.full((2, 4), value, np.float32)
   for clip in (apply_qk_clip, jax.jit(apply_qk_clip, static_argnums=2)):
-    _assert_trees_same_bits(jax.tree.map(np.asarray, clip(params, max_logits, STACKED)), params)
+    assert_same_bits(jax.tree.map(np.asarray, clip(params, max_logits, STACKED)), params)
 
 
 # --- NaN and +inf ---
@@ -366,23 +338,23 @@ def _broken(value):
 def _assert_only_the_sound_group_is_clipped(params, clipped):
   for name, heads in (("q", 2), ("k", 1)):
     old, new = params[name]["kernel"], np.asarray(clipped[name]["kernel"])
-    _assert_same_bits(new[:, :heads], old[:, :heads])
+    assert_same_bits(new[:, :heads], old[:, :heads])
     np.testing.assert_allclose(new[:, heads:], old[:, heads:] * 0.5, rtol=4 * F32_EPS)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_broken_head_is_an_error_outside_jit(value):
   with pytest.raises(FloatingPointError, match=r"NaN or \+inf at head 1$"):
-    apply_qk_clip(_kernels(4, 2), _broken(value), _projections())
+    apply_qk_clip(make_kernels(4, 2), _broken(value), make_projections())
   stacked = np.stack([_broken(0.0), _broken(value)])
   with pytest.raises(FloatingPointError, match=r"at layer 1 head 1$"):
-    apply_qk_clip(_kernels(4, 2, layers=(2,)), stacked, STACKED)
+    apply_qk_clip(make_kernels(4, 2, layers=(2,)), stacked, STACKED)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_broken_head_is_logged_under_jit_and_keeps_its_weights(value, caplog):
-  params = _kernels(4, 2)
-  clip = jax.jit(lambda p, m: apply_qk_clip(p, m, _projections()))
+  params = make_kernels(4, 2)
+  clip = jax.jit(lambda p, m: apply_qk_clip(p, m, make_projections()))
   clip(params, _broken(0.0))
   jax.effects_barrier()
   assert not caplog.records
@@ -392,109 +364,3 @@ def test_broken_head_is_logged_under_jit_and_keeps_its_weights(value, caplog):
   assert record.levelno == logging.ERROR and record.name == "jax_magi"
   assert "NaN or +inf at head 1;" in record.getMessage()
   _assert_only_the_sound_group_is_clipped(params, clipped)
-
-
-# --- mistakes ---
-
-
-def _projection(path="q/kernel", layout="embed -> heads dim", **options):
-  return lambda: Projection(path, layout, **options)
-
-
-@pytest.mark.parametrize(
-  ("make", "match"),
-  [
-    (_projection(layout="embed heads dim"), "inputs -> outputs"),
-    (_projection(layout="embed -> (heads dim"), "inputs -> outputs"),
-    (_projection(layout="embed -> ((heads dim))"), "has '\\(' where"),
-    (_projection(layout="embed -> heads -> dim"), "has '->' where"),
-    (_projection(layout="embed -> heads, dim"), "has ',' where"),
-    (_projection(layout="embed -> heads embed"), "names an axis twice"),
-    (_projection(layout="embed -> (layers heads) dim"), "merges layers"),
-    (_projection(layout="embed -> dim"), "must name heads"),
-    (_projection(layout="embed -> (heads dim)"), "needs num_heads"),
-    (_projection(path="{layer}/q", layout="layers embed -> heads dim"), "cannot stack layers"),
-    (_projection(layout="embed -> heads", dims=(0, 2)), "needs dim"),
-    (_projection(dims=(3, 3)), r"must be \(begin, end\)"),
-  ],
-)
-def test_bad_projection_is_named(make, match):
-  with pytest.raises(ValueError, match=match):
-    make()
-
-
-def test_only_heads_and_dim_can_be_merged():
-  with pytest.raises(NotImplementedError, match="heads and dim alone"):
-    Projection("q", "(embed heads) -> dim", num_heads=4)
-
-
-@pytest.mark.parametrize(
-  ("projections", "max_logits", "match"),
-  [
-    (STACKED, np.ones((3, 4)), r"= \[2, 4\], as the projections are, got \[3, 4\]"),
-    (STACKED, np.ones(4), r"got \[4\]"),
-    (STACKED, np.ones((2, 5)), r"got \[2, 5\]"),
-    (STACKED, np.ones((2, 7, 4)), "takes batch and microbatches out"),
-    (STACKED, np.ones((2, 4), int), "floating point"),
-    (STACKED, None, "must be an array, got NoneType"),
-    (STACKED, {"a": np.ones((2, 4))}, "must be an array, got dict"),
-    ({"a": STACKED}, np.ones((2, 4)), "must be a dictionary with the keys"),
-    ({"a": STACKED}, {}, "nothing for 'a'"),
-    ({"a": STACKED}, {"a": np.ones((2, 4)), "b": np.ones(4)}, "'b', which projections do not"),
-    ("q/kernel", np.ones((2, 4)), "must be QkProjections, MlaProjections, or a dictionary"),
-    (_projections(), np.ones(4), "does not fit its layout"),
-    (
-      QkProjections(q=Projection("q/weight", "embed -> heads dim"), k=STACKED.k),
-      np.ones((2, 4)),
-      "no parameter q/weight; there are k/kernel, q/kernel",
-    ),
-    (
-      QkProjections(q=Projection("q_{layer}/kernel", "embed -> heads dim"), k=STACKED.k),
-      np.ones((2, 4)),
-      "no parameter q_{layer}/kernel, for any layer",
-    ),
-    (QkProjections(q=STACKED.q, k=STACKED.q), np.ones((2, 4)), "q/kernel is named twice"),
-    (QkProjections(q=STACKED.k, k=STACKED.q), np.ones((2, 4)), "q's heads must be a multiple"),
-    (QkProjections(q=[], k=STACKED.k), np.ones((2, 4)), "q must be a Projection"),
-    (
-      MlaProjections(q_nope=STACKED.q, q_rope=STACKED.q, k_nope=STACKED.k),
-      np.ones((2, 4)),
-      "same number of heads",
-    ),
-    (
-      QkProjections(
-        q=Projection("q/kernel", "layers embed -> heads dim", num_heads=3), k=STACKED.k
-      ),
-      np.ones((2, 4)),
-      "has 4 heads, but num_heads is 3",
-    ),
-    (
-      QkProjections(
-        q=Projection("q/kernel", "layers embed -> heads dim", dims=(0, 99)), k=STACKED.k
-      ),
-      np.ones((2, 4)),
-      "has heads of 8, but dims is",
-    ),
-  ],
-)
-def test_bad_arguments_are_named(projections, max_logits, match):
-  with pytest.raises(ValueError, match=match):
-    apply_qk_clip(_kernels(4, 2, layers=(2,)), max_logits, projections)
-
-
-def test_layers_must_agree():
-  params = {"q": _kernels(layers=(2,))["q"], "k": _kernels(layers=(3,))["k"]}
-  with pytest.raises(ValueError, match="same number of layers, got q/kernel 2, k/kernel 3"):
-    apply_qk_clip(params, np.ones((2, 4)), STACKED)
-  params = {"0": _kernels(), "1": _kernels(), "3": _kernels()}
-  counted = QkProjections(
-    q=Projection("{layer}/q/kernel", "embed -> heads dim"),
-    k=Projection("{layer}/k/kernel", "embed -> heads dim"),
-  )
-  with pytest.raises(ValueError, match=r"/q/kernel for layer 2, but there is one after it"):
-    apply_qk_clip(params, np.ones((3, 4)), counted)
-  # A layer too many on either side: neither is skipped.
-  params = {"0": _kernels(), "1": _kernels()}
-  for num_layers in (1, 3):
-    with pytest.raises(ValueError, match=r"must be .* = \[2, 4\]"):
-      apply_qk_clip(params, np.ones((num_layers, 4)), counted)

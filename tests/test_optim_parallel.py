@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi.optim import apply_qk_clip, muon_clip, reduce_max_logits
+from tests.arrays import normal
 from tests.clip_model import (
   EMBED,
   HEADS,
@@ -22,13 +23,12 @@ from tests.clip_model import (
   broken_statistics,
   make_grads,
   make_params,
-  normal,
   quick_jit,
 )
 
 
 def test_reduce_keeps_layers_and_passes_no_gradient():
-  x = normal(0, 5, LAYERS, 7, HEADS)
+  x = normal(5, LAYERS, 7, HEADS, seed=0)
   np.testing.assert_array_equal(reduce_max_logits(x, (0, 2)), x.max(axis=(0, 2)))
   np.testing.assert_array_equal(reduce_max_logits({"a": x}, 0)["a"], x.max(axis=0))
   np.testing.assert_array_equal(reduce_max_logits(x), x)
@@ -79,7 +79,7 @@ def _batch_statistics(params, x):
 
 
 def test_data_parallel_clips_as_one_device_does():
-  params, (grads,), x = make_params(), make_grads(1), normal(7, 8, 20, EMBED)
+  params, (grads,), x = make_params(), make_grads(1), normal(8, 20, EMBED, seed=7)
   optimizer = muon_clip(0.1, PROJECTIONS, MATRICES, threshold=1.0)
 
   @quick_jit
@@ -102,7 +102,7 @@ def test_data_parallel_clips_as_one_device_does():
 
 def test_data_and_context_parallel_maximum_is_the_global_one():
   """Batch over one mesh axis, queries over another: only the maximum over both is the right one."""
-  params, x = make_params(), 0.1 * normal(7, 4, 32, EMBED)
+  params, x = make_params(), 0.1 * normal(4, 32, EMBED, seed=7)
   layer = {name: params[name][0] for name in ("q", "k", "v")}
   q, k, v = _qkv(layer, x)
   _, meta = jax_magi.dot_product_attention(q, k, v, return_meta=True, return_max_logits=True)

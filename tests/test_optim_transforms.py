@@ -20,6 +20,7 @@ from jax_magi.optim import (
   qk_clip,
   raise_if_broken,
 )
+from tests.arrays import assert_same_bits, normal
 from tests.clip_model import (
   DIM,
   EMBED,
@@ -32,7 +33,6 @@ from tests.clip_model import (
   make_grads,
   make_params,
   make_statistics,
-  normal,
   quick_jit,
 )
 
@@ -54,11 +54,6 @@ def _run(optimizer, params, grads, statistics):
 
 def _without_clip(optimizer):
   return optax.with_extra_args_support(optimizer)
-
-
-def _assert_same_bits(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), a, b)
 
 
 # A clipped update is rounded once more when it is added to parameters of size about 1.
@@ -86,7 +81,7 @@ def test_where_nothing_clips_the_update_keeps_every_bit():
   muon, grads, statistics = optax.contrib.muon(0.1), make_grads(3), make_statistics(3, 100.0)
   seen, _ = _run(optax.chain(muon, qk_clip(PROJECTIONS)), make_params(), grads, statistics)
   plain, _ = _run(_without_clip(muon), make_params(), grads, statistics)
-  _assert_same_bits(seen, plain)
+  assert_same_bits(seen, plain)
 
 
 def test_schedules_of_the_threshold_work():
@@ -95,7 +90,7 @@ def test_schedules_of_the_threshold_work():
   )(projections=PROJECTIONS, threshold=optax.linear_schedule(100.0, 50.0, 2))
   zeros = jax.tree.map(np.zeros_like, make_params())
   seen, _ = _run(optimizer, make_params(), [zeros] * 3, make_statistics(3, 60.0))
-  _assert_same_bits(seen[1], make_params())  # 100, then 75.
+  assert_same_bits(seen[1], make_params())  # 100, then 75.
   np.testing.assert_allclose(seen[2]["q"], make_params()["q"] * np.sqrt(50.0 / 60.0), rtol=1e-6)
 
 
@@ -134,7 +129,7 @@ def test_four_microbatches_at_30_do_not_clip_at_100():
     grads,
     statistics,
   )
-  _assert_same_bits(seen, plain)
+  assert_same_bits(seen, plain)
 
 
 @pytest.mark.parametrize("hot", range(4))
@@ -150,11 +145,11 @@ def test_microbatches_are_clipped_by_their_largest_maximum(hot):
     PROJECTIONS,
   )
   for early in seen[:3]:  # Nothing moves while gradients gather.
-    _assert_same_bits(early, make_params())
+    assert_same_bits(early, make_params())
   _assert_close(seen[3], expected)
   assert (seen[3]["q"][2, :, 1] != make_params()["q"][2, :, 1] - 0.1 * mean["q"][2, :, 1]).all()
   for early in seen[4:7]:
-    _assert_same_bits(early, seen[3])
+    assert_same_bits(early, seen[3])
   # The second four start from nothing: they do not clip.
   mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *grads[4:])
   _assert_close(seen[7], jax.tree.map(lambda p, g: p - np.float32(0.1) * g, seen[3], mean))
@@ -168,7 +163,7 @@ def test_multi_steps_around_it_takes_the_maximum_over_microbatches():
   running = np.maximum.accumulate(statistics)
   seen, _ = _run(optimizer, make_params(), grads, running)
   outside, _ = _run(_accumulating(optax.sgd(0.1), 4), make_params(), grads, statistics)
-  _assert_same_bits(seen, outside)
+  assert_same_bits(seen, outside)
 
 
 def test_muon_clip_accumulates():
@@ -182,7 +177,7 @@ def test_muon_clip_accumulates():
   once, _ = _run(
     muon_clip(0.1, PROJECTIONS, MATRICES), make_params(), [mean], [statistics.max(axis=0)]
   )
-  _assert_same_bits(several[2], make_params())
+  assert_same_bits(several[2], make_params())
   jax.tree.map(
     functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), several[3], once[0]
   )
@@ -198,7 +193,7 @@ def test_statistics_of_a_skipped_microbatch_still_count():
   statistics = make_statistics(3)
   statistics[1, 0, 0] = 400.0
   seen, _ = _run(optimizer, make_params(), grads, statistics)
-  _assert_same_bits(seen[1], make_params())
+  assert_same_bits(seen[1], make_params())
   expected = make_params()["q"][0, :, 0] - 0.05 * (grads[0]["q"] + grads[2]["q"])[0, :, 0]
   np.testing.assert_allclose(seen[2]["q"][0, :, 0], expected * 0.5, rtol=1e-5, atol=1e-6)
 
@@ -218,7 +213,7 @@ def test_state_is_saved_and_restored_in_the_middle_of_accumulation():
   for restored in copies:
     resumed = optimizer._replace(init=lambda _, restored=restored: restored)
     seen, _ = _run(resumed, make_params(), grads[2:], statistics[2:])
-    _assert_same_bits(seen[-1], whole[-1])
+    assert_same_bits(seen[-1], whole[-1])
 
 
 # --- NaN and +inf ---
@@ -307,9 +302,9 @@ def test_muon_clip_takes_every_layer_as_one_matrix():
 
 def test_experts_are_matrices_of_their_own():
   params = {name: make_params()[name] for name in ("q", "k")} | {
-    "up": normal(8, 2, 3, EMBED, HIDDEN)
+    "up": normal(2, 3, EMBED, HIDDEN, seed=8)
   }
-  grads = jax.tree.map(lambda x: normal(9, *x.shape), params)
+  grads = jax.tree.map(lambda x: normal(*x.shape, seed=9), params)
   optimizer = muon_clip(0.1, PROJECTIONS, {"up": "layers experts embed -> hidden"})
   (got,), _ = _run(optimizer, params, [grads], make_statistics(1))
   alone = optax.contrib.muon(0.1, weight_decay=0.1, consistent_rms=0.2)
@@ -335,7 +330,7 @@ def test_muon_clip_clips():
   (got,), _ = _run(muon_clip(0.1, PROJECTIONS, MATRICES), make_params(), grads, statistics)
   (plain,), _ = _run(muon_clip(0.1, PROJECTIONS, MATRICES, 1e6), make_params(), grads, statistics)
   np.testing.assert_allclose(got["k"][1, :, 1], plain["k"][1, :, 1] * 0.5, rtol=1e-5, atol=1e-6)
-  _assert_same_bits(np.delete(got["k"], 1, axis=0), np.delete(plain["k"], 1, axis=0))
+  assert_same_bits(np.delete(got["k"], 1, axis=0), np.delete(plain["k"], 1, axis=0))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +350,9 @@ def test_bad_matrices_are_named(matrices, match):
 def test_unrolled_layers_with_biases():
   """Layers counted by {layer}; the bias is clipped, but is no matrix."""
   params = {
-    f"block_{i}": {n: {"kernel": normal(i, EMBED, 32), "bias": normal(9, 32)} for n in "qk"}
+    f"block_{i}": {
+      n: {"kernel": normal(EMBED, 32, seed=i), "bias": normal(32, seed=9)} for n in "qk"
+    }
     for i in range(2)
   }
   roles = {
@@ -369,7 +366,7 @@ def test_unrolled_layers_with_biases():
   statistics = np.ones((1, 2, 4), np.float32)
   statistics[0, 1, 2] = 400.0
   (got,), _ = _run(optimizer, params, [params], statistics)
-  _assert_same_bits(got["block_0"], params["block_0"])
+  assert_same_bits(got["block_0"], params["block_0"])
   for n in "qk":
     for part, old in params["block_1"][n].items():
       expected = old.copy()

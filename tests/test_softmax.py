@@ -12,14 +12,12 @@ import pytest
 from hypothesis import strategies as st
 
 import jax_magi
-from jax_magi import _megatron_softmax, _softmax, fused_scale_mask_softmax
+from jax_magi import fused_scale_mask_softmax
+from jax_magi._src.softmax import api, megatron
+from tests.arrays import normal
 from tests.softmax_cases import BROADCASTS, CASES, ROWS, SoftmaxCase, check_softmax
 
 _IMPLEMENTATIONS = ["cpu", "xla"]
-
-
-def _normal(*shape, seed=0, dtype=np.float32):
-  return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -69,13 +67,13 @@ def test_random_case(case, dtype):
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_what_is_added_to_a_whole_row_has_no_gradient(implementation):
-  x, dy = _normal(2, 3, 5, 40), _normal(2, 3, 5, 40, seed=1)
+  x, dy = normal(2, 3, 5, 40), normal(2, 3, 5, 40, seed=1)
 
   def fun(bias):
     y = fused_scale_mask_softmax(x, bias, is_causal=True, implementation=implementation)
     return jnp.sum(y * dy)
 
-  assert (jax.grad(fun)(_normal(3, 5, 1, seed=2)) == 0).all()
+  assert (jax.grad(fun)(normal(3, 5, 1, seed=2)) == 0).all()
 
 
 # --- Special rows ---
@@ -84,7 +82,7 @@ def test_what_is_added_to_a_whole_row_has_no_gradient(implementation):
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 @pytest.mark.parametrize("hidden_by", ["mask", "bias", "band", "scores"])
 def test_rows_that_see_nothing_are_zero(implementation, hidden_by):
-  x = _normal(2, 3, 8, 5)
+  x = normal(2, 3, 8, 5)
   options = {"scale": 0.5, "implementation": implementation}
   mask = None
   if hidden_by == "mask":
@@ -100,14 +98,14 @@ def test_rows_that_see_nothing_are_zero(implementation, hidden_by):
     return fused_scale_mask_softmax(x, mask, is_causal=is_causal, **options)
 
   y, vjp = jax.vjp(fun, x)
-  (dx,) = vjp(_normal(*x.shape))
+  (dx,) = vjp(normal(*x.shape))
   assert (np.asarray(y)[..., rows, :] == 0).all() and (np.asarray(dx)[..., rows, :] == 0).all()
 
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_special_scores_are_as_in_jax(implementation, value):
-  x = _normal(4, 21)
+  x = normal(4, 21)
   x[1, 7] = value
   x[3, :] = 2.0
   got = fused_scale_mask_softmax(x, implementation=implementation)
@@ -118,14 +116,14 @@ def test_special_scores_are_as_in_jax(implementation, value):
 def test_finite_additive_masks_do_not_hide(implementation):
   """As everywhere: only -inf does. A row of the smallest float is uniform."""
   bias = np.full((1, 8), np.finfo(np.float32).min, np.float32)
-  y = fused_scale_mask_softmax(_normal(3, 8), bias, implementation=implementation)
+  y = fused_scale_mask_softmax(normal(3, 8), bias, implementation=implementation)
   np.testing.assert_allclose(y, 1 / 8, rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_what_the_band_hides_is_not_read(implementation):
   causal = np.tril(np.ones((30, 40), bool), 10)
-  x, dy = _normal(2, 30, 40), _normal(2, 30, 40, seed=1)
+  x, dy = normal(2, 30, 40), normal(2, 30, 40, seed=1)
 
   def fun(x):
     return fused_scale_mask_softmax(x, is_causal=True, implementation=implementation)
@@ -139,7 +137,7 @@ def test_what_the_band_hides_is_not_read(implementation):
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_what_the_band_hides_is_not_in_a_bias_gradient(implementation):
   causal = np.tril(np.ones((30, 40), bool), 10)
-  x, bias, dy = (_normal(30, 40, seed=i) for i in range(3))
+  x, bias, dy = (normal(30, 40, seed=i) for i in range(3))
 
   def fun(bias):
     return fused_scale_mask_softmax(x, bias, is_causal=True, implementation=implementation)
@@ -165,7 +163,7 @@ def test_empty_leading_axis_beside_a_mask_that_has_another():
 
 
 def test_large_offsets_take_everything():
-  x = _normal(2, 3, 4, 5)
+  x = normal(2, 3, 4, 5)
   offset = np.array([1e4, -1e4, -np.inf], np.float32)
 
   def fun(offset):
@@ -199,8 +197,8 @@ def test_empty_arrays(implementation, shape):
 
 
 def test_named_functions_are_the_general_one():
-  x = _normal(2, 3, 4, 5)
-  mask = _normal(4, 5) > 0
+  x = normal(2, 3, 4, 5)
+  mask = normal(4, 5) > 0
   np.testing.assert_array_equal(
     jax_magi.scaled_softmax(x, 0.5), fused_scale_mask_softmax(x, scale=0.5)
   )
@@ -214,13 +212,13 @@ def test_named_functions_are_the_general_one():
 
 
 def test_off_by_one_adds_one_to_the_denominator():
-  x = _normal(2, 3, 4, 5)
+  x = normal(2, 3, 4, 5)
   expected = np.exp(x) / (1 + np.exp(x).sum(axis=-1, keepdims=True))
   np.testing.assert_allclose(fused_scale_mask_softmax(x, offset="off-by-one"), expected, rtol=1e-6)
 
 
 def test_one_offset_for_all_heads_has_one_gradient():
-  x, dy = _normal(2, 3, 4, 5), _normal(2, 3, 4, 5, seed=1)
+  x, dy = normal(2, 3, 4, 5), normal(2, 3, 4, 5, seed=1)
 
   def loss(offset):
     return jnp.sum(fused_scale_mask_softmax(x, offset=offset) * dy)
@@ -232,7 +230,7 @@ def test_one_offset_for_all_heads_has_one_gradient():
 
 def test_float64_runs_in_plain_jax():
   with jax.enable_x64(True):
-    x = _normal(2, 3, 9, dtype=np.float64)
+    x = normal(2, 3, 9, dtype=np.float64)
     y, explanation = fused_scale_mask_softmax(x, explain=True)
     assert y.dtype == np.float64 and explanation.native == ()
     np.testing.assert_allclose(y, jax.nn.softmax(x, axis=-1), rtol=1e-12)
@@ -241,7 +239,7 @@ def test_float64_runs_in_plain_jax():
     np.testing.assert_allclose(grad, expected, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("module", [_softmax, _megatron_softmax], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [api, megatron], ids=lambda m: m.__name__)
 def test_docstrings_show_what_runs(module):
   results = doctest.testmod(module, extraglobs={"jnp": jnp})
   assert results.attempted > 0 and results.failed == 0

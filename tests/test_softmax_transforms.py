@@ -12,10 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_magi import AttentionMask, fused_scale_mask_softmax
+from tests.arrays import assert_trees_close
 
 _FORWARD = "jax_magi_softmax_forward"
 _BACKWARD = "jax_magi_softmax_backward"
-_close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+_close = functools.partial(assert_trees_close, atol=2e-6)
 
 
 def _arrays():
@@ -34,10 +35,6 @@ def _gradients(fun):
   return jax.value_and_grad(fun, argnums=(0, 2), has_aux=True)
 
 
-def _assert_trees_close(a, b):
-  jax.tree.map(_close, a, b)
-
-
 # --- vmap ---
 
 
@@ -52,7 +49,7 @@ def test_vmap_is_a_loop(implementation, axes):
   got = jax.vmap(fun, axes)(*operands)
   for i in range(4):
     single = [a[i] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
-    _assert_trees_close(jax.tree.map(lambda a, i=i: a[i], got), fun(*single))
+    _close(jax.tree.map(lambda a, i=i: a[i], got), fun(*single))
 
 
 @pytest.mark.parametrize("mapped", ["outer", "inner", "both", "neither"])
@@ -100,7 +97,7 @@ def test_one_compilation_for_masks_of_one_shape():
   x, mask, _, offset = _arrays()
   step = jax.jit(_gradients(_loss))
   for m in (mask, ~mask):
-    _assert_trees_close(step(x, m, offset[0]), _gradients(_loss)(x, m, offset[0]))
+    _close(step(x, m, offset[0]), _gradients(_loss)(x, m, offset[0]))
   assert step._cache_size() == 1
 
 
@@ -167,7 +164,7 @@ def test_shard_map(implementation):
     check_vma=True,
   )
   got = jax.jit(_gradients(sharded))(x, mask, offset[0])
-  _assert_trees_close(got, _gradients(_loss)(x, mask, offset[0]))
+  _close(got, _gradients(_loss)(x, mask, offset[0]))
 
 
 _SPECS = {"batch": P("x"), "heads": P(None, "x"), "batch_and_heads": P("x", "y")}
@@ -202,7 +199,7 @@ def test_jit_keeps_batch_and_head_shardings(spec, operand):
     assert collective not in compiled.as_text()
   got = compiled(sharded, mask)
   assert all(a.sharding.is_equivalent_to(sharding, 4) for a in got)
-  _assert_trees_close(got, fun(x, mask))
+  _close(got, fun(x, mask))
 
 
 @pytest.mark.parametrize("spec", [P(None, None, "x"), P("x", None, None, None), P(None, "x")])
@@ -212,7 +209,7 @@ def test_jit_with_an_offset_is_right_whatever_the_sharding(spec):
   mask = np.concatenate([mask, mask], axis=2)[:, :, :8]
   sharded = jax.device_put(x, NamedSharding(_mesh(AxisType.Auto), spec))
   got = jax.jit(_outputs)(sharded, mask, offset[0])
-  _assert_trees_close(got, _outputs(x, mask, offset[0]))
+  _close(got, _outputs(x, mask, offset[0]))
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
@@ -224,7 +221,7 @@ def test_explicit_axes(spec):
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
     got = jax.jit(_outputs)(sharded, mask, offset[0])
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
-  _assert_trees_close(jax.device_get(got), jax.device_get(expected))
+  _close(jax.device_get(got), jax.device_get(expected))
 
 
 # --- Export, other platforms, donation ---
@@ -239,7 +236,7 @@ def test_export_round_trip():
   allowed = [jax.export.DisabledSafetyCheck.custom_call(t) for t in (_FORWARD, _BACKWARD)]
   exported = jax.export.export(jax.jit(fun), disabled_checks=allowed)(x, mask, offset[0])
   restored = jax.export.deserialize(exported.serialize())
-  _assert_trees_close(restored.call(x, mask, offset[0]), fun(x, mask, offset[0]))
+  _close(restored.call(x, mask, offset[0]), fun(x, mask, offset[0]))
 
 
 def test_platforms_without_native_kernels_get_plain_jax():

@@ -13,20 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask
+from tests.arrays import assert_trees_close, normals
 
 _IMPLEMENTATIONS = ["cpu", "blockwise"]
 _TARGET = "jax_magi_attention_forward"
 
 
-def _arrays(seed, *shapes):
-  rng = np.random.default_rng(seed)
-  return [rng.standard_normal(s).astype(np.float32) for s in shapes]
-
-
 def _batch(batch=4, length=64, num_q_heads=8, num_kv_heads=4, dim=16):
   q = (batch, length, num_q_heads, dim)
   kv = (batch, length, num_kv_heads, dim)
-  return _arrays(0, q, kv, kv)
+  return normals(q, kv, kv)
 
 
 def _masks(length, cuts):
@@ -44,10 +40,6 @@ def _loss(q, k, v, slices, sink, implementation=None):
     q, k, v, mask, sink=sink, return_max_logits=True, implementation=implementation
   )
   return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(meta.lse)), (out, meta)
-
-
-def _assert_trees_close(a, b):
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), a, b)
 
 
 # --- jit ---
@@ -71,7 +63,7 @@ def test_new_masks_of_one_shape_compile_once():
   ]
   for mask in masks:
     got = step(q, k, v, mask)
-    _assert_trees_close(got, jax.grad(lambda q, m=mask: _loss(q, k, v, m.slices, None)[0])(q))
+    assert_trees_close(got, jax.grad(lambda q, m=mask: _loss(q, k, v, m.slices, None)[0])(q))
   assert len(traces) == 1
   assert step._cache_size() == 1
 
@@ -84,7 +76,7 @@ def test_new_masks_of_one_shape_compile_once():
 def test_vmap_is_a_loop(implementation, mapped):
   q, k, v = _batch()
   slices = _masks(64, [10, 20, 30, 64])
-  (sink,) = _arrays(1, (4, 8))
+  (sink,) = normals((4, 8), seed=1)
   axes = {
     "all": (0, 0, 0, 0, 0),
     "mask_shared": (0, 0, 0, None, 0),
@@ -99,7 +91,7 @@ def test_vmap_is_a_loop(implementation, mapped):
   one = jax.jit(fun)
   for i in range(4):
     single = [x[i] if a == 0 else x for x, a in zip(operands, axes, strict=True)]
-    _assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), one(*single))
+    assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), one(*single))
 
 
 def test_vmap_is_one_kernel_call_and_keeps_a_shared_mask_shared():
@@ -120,7 +112,7 @@ def test_vmap_of_vmap():
   for i in range(2):
     for j in range(3):
       expected = fun(*(x[i, j] for x in nested), slices[i])
-      _assert_trees_close([x[i, j] for x in got], list(expected))
+      assert_trees_close([x[i, j] for x in got], list(expected))
 
 
 def test_vmap_over_another_axis():
@@ -135,7 +127,7 @@ def test_vmap_over_another_axis():
 
 
 def test_scan_stacks_max_logits():
-  x = _arrays(0, (64, 4, 16))[0]
+  x = normals((64, 4, 16))[0]
   mask = AttentionMask.causal(64)
 
   def layer(x, scale):
@@ -159,7 +151,7 @@ def test_scan_stacks_max_logits():
   ],
 )
 def test_checkpoint_policy_can_keep_the_residuals(policy, num_forward_calls):
-  x = _arrays(0, (64, 4, 16))[0]
+  x = normals((64, 4, 16))[0]
   mask = AttentionMask.causal(64)
 
   @functools.partial(jax.checkpoint, policy=policy)
@@ -209,7 +201,7 @@ def test_shard_map(implementation):
     return loss.sum(), (out, meta.lse, meta.max_logits)
 
   expected = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(q, k, v, slices)
-  _assert_trees_close(got, expected)
+  assert_trees_close(got, expected)
 
 
 def test_shard_map_types_results_as_varying():
@@ -258,7 +250,7 @@ def test_jit_keeps_batch_and_head_shardings(spec, num_kv_heads):
     assert collective not in compiled.as_text()
   got = compiled(*sharded)
   assert got[0].sharding.is_equivalent_to(sharding, 4)
-  _assert_trees_close(got, _btnh(*arrays))
+  assert_trees_close(got, _btnh(*arrays))
 
 
 @pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, None, "x"), P(None, None, "x")])
@@ -268,7 +260,7 @@ def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
   mesh = _mesh(AxisType.Auto)
   shardings = [NamedSharding(mesh, spec), *[NamedSharding(mesh, P())] * 2]
   sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
-  _assert_trees_close(jax.jit(_btnh)(*sharded), _btnh(*arrays))
+  assert_trees_close(jax.jit(_btnh)(*sharded), _btnh(*arrays))
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
@@ -280,7 +272,7 @@ def test_explicit_axes(spec):
     sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
     got = jax.jit(_btnh)(*sharded)
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
-  _assert_trees_close(jax.device_get(got), jax.device_get(expected))
+  assert_trees_close(jax.device_get(got), jax.device_get(expected))
 
 
 @pytest.mark.parametrize("is_mesh_set", [True, False])
@@ -305,7 +297,7 @@ def test_explicit_axes_of_masks(is_mesh_set):
   sharded = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in (*arrays, ids, lengths)]
   with jax.set_mesh(mesh) if is_mesh_set else contextlib.nullcontext():
     got = jax.jit(run)(*sharded)
-  _assert_trees_close(jax.device_get(got), jax.device_get(expected))
+  assert_trees_close(jax.device_get(got), jax.device_get(expected))
 
 
 # --- export and other platforms ---
@@ -352,7 +344,7 @@ def test_platforms_without_native_kernels_get_the_blockwise_path():
 @pytest.mark.parametrize("implementation", [*_IMPLEMENTATIONS, None])
 @pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
 def test_empty_sequences(implementation, q_len, k_len, dtype):
-  q, k, v = (x.astype(dtype) for x in _arrays(0, (q_len, 4, 8), (k_len, 2, 8), (k_len, 2, 8)))
+  q, k, v = (x.astype(dtype) for x in normals((q_len, 4, 8), (k_len, 2, 8), (k_len, 2, 8)))
   mask = AttentionMask.full(q_len, k_len)
   fun = functools.partial(_loss, implementation=implementation)
   grad = jax.grad(lambda *x: fun(*x, mask.slices, None)[1][0].sum(), (0, 1, 2))
@@ -365,7 +357,7 @@ def test_empty_sequences(implementation, q_len, k_len, dtype):
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_traced_slices_may_reach_beyond_the_arrays(implementation):
   length = 600
-  q, k, v = _arrays(0, (length, 4, 8), (length, 2, 8), (length, 2, 8))
+  q, k, v = normals((length, 4, 8), (length, 2, 8), (length, 2, 8))
   beyond = np.array([[-5, length + 9, -7, length + 100, -(2**30), 2**30]], np.int32)
   fun = jax.jit(functools.partial(_loss, implementation=implementation, sink=None))
   options = {"rtol": 1e-6}
@@ -378,7 +370,7 @@ def test_traced_slices_may_reach_beyond_the_arrays(implementation):
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_lse_of_rows_that_see_nothing_has_no_gradient(implementation):
-  q, k, v = _arrays(0, (200, 4, 8), (200, 2, 8), (200, 2, 8))
+  q, k, v = normals((200, 4, 8), (200, 2, 8), (200, 2, 8))
   mask = AttentionMask(np.array([[0, 40, 0, 40, -(2**30), 2**30]], np.int32), 200, 200)
   is_valid = np.arange(200)[:, None] < 40
 
@@ -393,7 +385,7 @@ def test_lse_of_rows_that_see_nothing_has_no_gradient(implementation):
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_scale_that_underflows_is_zero(implementation):
-  q, k, v = _arrays(0, (20, 4, 8), (20, 2, 8), (20, 2, 8))
+  q, k, v = normals((20, 4, 8), (20, 2, 8), (20, 2, 8))
   fun = functools.partial(
     jax_magi.attention, q, k, v, AttentionMask.causal(20), implementation=implementation
   )

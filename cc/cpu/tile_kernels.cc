@@ -176,8 +176,14 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
     const float sum = state.sum[row];
     const int64_t head_row = RowOffset(batch, shape.q_len, q_begin + row, shape.num_q_heads, head,
                                        /*dim=*/1);
-    StoreRow(acc + row * value_pad, value_dim, sum == 0.0f ? 0.0f : 1.0f / sum,
-             static_cast<T*>(args.out) + head_row * value_dim);
+    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    if (args.out_dtype == DType::kF32) {
+      StoreRow(acc + row * value_pad, value_dim, factor,
+               static_cast<float*>(args.out) + head_row * value_dim);
+    } else {
+      StoreRow(acc + row * value_pad, value_dim, factor,
+               static_cast<T*>(args.out) + head_row * value_dim);
+    }
     args.lse[head_row] = sum == 0.0f ? -kInf : state.max[row] + std::log(sum);
     // The maximum skips NaN; the sum does not. A NaN logit must not look like a healthy head.
     const float logit = std::isnan(sum) ? sum : state.max_logit[row];
@@ -281,9 +287,10 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
         LoadRows(static_cast<const T*>(args.dout) + q_row * value_dim, do_stride, num_rows,
                  value_dim, block_rows, 1.0f, dout, value_pad);
         Transpose(block_rows, value_dim, dout, value_pad, dout_t, kTile);
-        const int64_t stat = (batch * shape.num_q_heads + head) * shape.q_len + row;
-        LoadRows(args.lse + stat, 1, 1, num_rows, 1, 1.0f, lse, kTile);
-        LoadRows(args.delta + stat, 1, 1, num_rows, 1, 1.0f, delta, kTile);
+        LoadRows(args.lse + q_row, shape.num_q_heads, num_rows, /*dim=*/1, kTile, 1.0f, lse,
+                 /*ld_dst=*/1);
+        LoadRows(args.delta + q_row, shape.num_q_heads, num_rows, /*dim=*/1, kTile, 1.0f, delta,
+                 /*ld_dst=*/1);
 
         MatMul<false>(block_keys, block_rows, dim, k_t + keys.begin, kTile, q_t, kTile,
                       scores + keys.begin * kTile, kTile);
@@ -311,7 +318,7 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
                       dim_pad);
         for (int r = 0; r < num_rows; ++r) {
           float* dq_row = dq + q_row * dim + r * q_stride;
-          for (int64_t d = 0; d < dim; ++d) dq_row[d] += scale * dq_tile[r * dim_pad + d];
+          for (int64_t d = 0; d < dim; ++d) dq_row[d] += dq_tile[r * dim_pad + d];
         }
       }
     }

@@ -1,5 +1,5 @@
 // Operands, results and attributes of the attention ops, in order: the same on every device, where
-// only the context differs.
+// only the context differs. cc/attention.h says what they mean.
 
 #ifndef JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
 #define JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
@@ -18,14 +18,15 @@ auto ForwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // v
       .template Arg<ffi::AnyBuffer>()  // slices
       .template Arg<ffi::AnyBuffer>()  // sink
-      .template Arg<ffi::AnyBuffer>()  // plan: what the device's kernel asked for at trace time
+      .template Arg<ffi::AnyBuffer>()  // tile_list: of AttentionNeeds; without elements: none
       .template Ret<ffi::AnyBuffer>()  // out
       .template Ret<ffi::AnyBuffer>()  // lse
       .template Ret<ffi::AnyBuffer>()  // max_logits
       .template Ret<ffi::AnyBuffer>()  // workspace
       .template Attr<float>("softmax_scale")
       .template Attr<float>("softcap")
-      .template Attr<int32_t>("sm_margin");
+      .template Attr<int32_t>("sm_margin")
+      .template Attr<int32_t>("tile_stamp");
 }
 
 template <typename Context>
@@ -40,7 +41,7 @@ auto BackwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // lse
       .template Arg<ffi::AnyBuffer>()  // delta
       .template Arg<ffi::AnyBuffer>()  // slices
-      .template Arg<ffi::AnyBuffer>()  // plan
+      .template Arg<ffi::AnyBuffer>()  // tile_list
       .template Ret<ffi::AnyBuffer>()  // dq
       .template Ret<ffi::AnyBuffer>()  // dk
       .template Ret<ffi::AnyBuffer>()  // dv
@@ -48,7 +49,8 @@ auto BackwardBinding() {
       .template Attr<float>("softmax_scale")
       .template Attr<float>("softcap")
       .template Attr<bool>("deterministic")
-      .template Attr<int32_t>("sm_margin");
+      .template Attr<int32_t>("sm_margin")
+      .template Attr<int32_t>("tile_stamp");
 }
 
 }  // namespace jax_magi

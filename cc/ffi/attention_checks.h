@@ -23,14 +23,14 @@ xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla:
                                 xla::ffi::AnyBuffer v, xla::ffi::AnyBuffer slices,
                                 AttentionShape* shape, DType* dtype);
 
-// dq is float32 where it is summed in memory, else of q's type. Where `num_splits` is not null, dk
-// and dv may have several times the batch: how many is returned.
+// dq is float32 where it is summed in memory, else that or of q's type. Where `num_dkv_parts` is
+// not null, dk and dv may come in parts, and their number is returned.
 xla::ffi::Error DecodeBackward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                                xla::ffi::AnyBuffer dout, xla::ffi::AnyBuffer lse,
                                xla::ffi::AnyBuffer delta, xla::ffi::AnyBuffer slices,
                                xla::ffi::AnyBuffer dq, xla::ffi::AnyBuffer dk,
                                xla::ffi::AnyBuffer dv, bool is_dq_summed, float softmax_scale,
-                               float softcap, BackwardArgs* args, int* num_splits);
+                               float softcap, BackwardArgs* args, int* num_dkv_parts);
 
 }  // namespace jax_magi
 

@@ -12,11 +12,11 @@ namespace {
 namespace ffi = xla::ffi;
 
 ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer /*plan*/,
+                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer /*tile_list*/,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
                    ffi::Result<ffi::AnyBuffer> max_logits,
                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
-                   int32_t /*sm_margin*/) {
+                   int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
   ForwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(
       DecodeForward(q, k, v, slices, sink, *out, *lse, *max_logits, softmax_scale, softcap, &args));
@@ -25,14 +25,15 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
 
 ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                     ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
-                    ffi::AnyBuffer slices, ffi::AnyBuffer /*plan*/, ffi::Result<ffi::AnyBuffer> dq,
-                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
-                    bool /*deterministic: always*/, int32_t /*sm_margin*/) {
+                    ffi::AnyBuffer slices, ffi::AnyBuffer /*tile_list*/,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> /*workspace*/,
+                    float softmax_scale, float softcap, bool /*deterministic: always*/,
+                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
                                           /*is_dq_summed=*/true, softmax_scale, softcap, &args,
-                                          /*num_splits=*/nullptr));
+                                          /*num_dkv_parts=*/nullptr));
   return Finish("jax_magi attention backward",
                 cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));
 }
@@ -47,3 +48,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_forward, jax_magi::Forward,
                               jax_magi::ForwardBinding<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cpu_attention_backward, jax_magi::Backward,
                               jax_magi::BackwardBinding<ffi::ThreadPool>());
+
+jax_magi::AttentionNeeds jax_magi_cpu_attention_needs(const jax_magi::AttentionCall& call,
+                                                      const jax_magi::Slice* /*slices*/) {
+  jax_magi::AttentionNeeds needs;
+  needs.is_dq_summed = call.is_backward;
+  return needs;
+}

@@ -1,7 +1,8 @@
-// Hands the CPU handlers to Python as capsules, by target name.
+// Hands the CPU handlers to Python as capsules, by target name, and what tracing asks of them.
 
 #include <nanobind/nanobind.h>
 
+#include "cc/ffi/attention_module.h"
 #include "cc/ffi/handlers.h"
 
 namespace nb = nanobind;
@@ -9,14 +10,14 @@ namespace nb = nanobind;
 NB_MODULE(_cpu, m) {
   m.def("handlers", [] {
     nb::dict handlers;
-    handlers["jax_magi_attention_forward"] =
-        nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_attention_forward));
-    handlers["jax_magi_attention_backward"] =
-        nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_attention_backward));
-    handlers["jax_magi_softmax_forward"] =
-        nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_softmax_forward));
-    handlers["jax_magi_softmax_backward"] =
-        nb::capsule(reinterpret_cast<void*>(jax_magi_cpu_softmax_backward));
+    const auto add = [&](const char* name, auto* handler) {
+      handlers[name] = nb::capsule(reinterpret_cast<void*>(handler));
+    };
+    add("jax_magi_attention_forward", jax_magi_cpu_attention_forward);
+    add("jax_magi_attention_backward", jax_magi_cpu_attention_backward);
+    add("jax_magi_softmax_forward", jax_magi_cpu_softmax_forward);
+    add("jax_magi_softmax_backward", jax_magi_cpu_softmax_backward);
     return handlers;
   });
+  jax_magi::AddAttentionNeeds(m, jax_magi_cpu_attention_needs);
 }

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "cc/cuda/row_softmax.h"
+#include "cc/cuda/softmax/softmax.h"
 #include "cc/ffi/cuda_error.h"
 #include "cc/ffi/handlers.h"
 #include "cc/ffi/softmax_bindings.h"

@@ -3,10 +3,10 @@
 Optax is needed by `qk_clip` and `muon_clip` alone.
 """
 
-from jax_magi.optim._clip import apply_qk_clip, qk_clip_gamma
-from jax_magi.optim._projections import MlaProjections, Projection, QkProjections
-from jax_magi.optim._statistics import reduce_max_logits
-from jax_magi.optim._transforms import QkClipState, muon_clip, qk_clip, raise_if_broken
+from jax_magi._src.optim.clip import apply_qk_clip, qk_clip_gamma
+from jax_magi._src.optim.optax_transforms import QkClipState, muon_clip, qk_clip, raise_if_broken
+from jax_magi._src.optim.projections import MlaProjections, Projection, QkProjections
+from jax_magi._src.optim.statistics import reduce_max_logits
 
 __all__ = [
   "MlaProjections",

@@ -1,0 +1,121 @@
+#include "cc/cuda/attention/attention.h"
+
+#include "cc/cuda/attention/backward_prepare.h"
+#include "cutlass/numeric_types.h"
+
+namespace jax_magi::cuda {
+namespace {
+
+template <typename Element>
+constexpr DType kDTypeOf = DType::kF32;
+template <>
+constexpr DType kDTypeOf<cutlass::bfloat16_t> = DType::kBF16;
+template <>
+constexpr DType kDTypeOf<cutlass::half_t> = DType::kF16;
+
+// What was built.
+struct ForwardEntry {
+  int64_t head_dim, value_dim;
+  DType dtype;
+  decltype(&ForwardVariant<64, 64, cutlass::half_t>::Launch) launch;
+  decltype(&ForwardVariant<64, 64, cutlass::half_t>::TilingOf) tiling;
+};
+#define JAX_MAGI_VARIANT(head_dim, value_dim, Element)               \
+  ForwardEntry{head_dim, value_dim, kDTypeOf<Element>,               \
+               ForwardVariant<head_dim, value_dim, Element>::Launch, \
+               ForwardVariant<head_dim, value_dim, Element>::TilingOf},
+const ForwardEntry kForward[] = {JAX_MAGI_FORWARD_VARIANTS};
+#undef JAX_MAGI_VARIANT
+
+struct BackwardEntry {
+  int64_t head_dim, value_dim;
+  DType dtype;
+  decltype(&BackwardVariant<64, cutlass::half_t>::Launch) launch;
+  decltype(&BackwardVariant<64, cutlass::half_t>::TilingOf) tiling;
+};
+#define JAX_MAGI_VARIANT(dim, Element)                                              \
+  BackwardEntry{dim, dim, kDTypeOf<Element>, BackwardVariant<dim, Element>::Launch, \
+                BackwardVariant<dim, Element>::TilingOf},
+const BackwardEntry kBackward[] = {JAX_MAGI_BACKWARD_VARIANTS};
+#undef JAX_MAGI_VARIANT
+
+// The smallest that holds the call's head dims.
+template <typename Entry, size_t kCount>
+const Entry* Find(const Entry (&entries)[kCount], const AttentionShape& shape, DType dtype) {
+  const Entry* found = nullptr;
+  for (const Entry& entry : entries) {
+    const bool fits = entry.dtype == dtype && shape.head_dim <= entry.head_dim &&
+                      shape.value_dim <= entry.value_dim;
+    if (fits && (found == nullptr ||
+                 entry.head_dim + entry.value_dim < found->head_dim + found->value_dim)) {
+      found = &entry;
+    }
+  }
+  return found;
+}
+
+const Status kNotBuilt = {"no variant of the kernel was built for this element type and head dim",
+                          __FILE__, __LINE__};
+
+}  // namespace
+
+Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options) {
+  const ForwardEntry* entry = Find(kForward, args.shape, args.dtype);
+  return entry == nullptr ? kNotBuilt : entry->launch(args, options);
+}
+
+Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
+                         const LaunchOptions& options) {
+  const BackwardEntry* entry = Find(kBackward, args.shape, args.dtype);
+  return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
+}
+
+namespace {
+
+// Where there are few tiles of keys, the query heads of a group are split among blocks of threads.
+int NumParts(const AttentionShape& shape, const Tiling& tiling) {
+  if (shape.num_kv_heads == 0) return 1;
+  // Four times as much work as the GPU has multiprocessors: under a causal mask it is uneven.
+  constexpr int64_t kEnough = 500;
+  const int64_t num_tiles =
+      shape.batch * shape.num_kv_heads * CeilDiv(NumRows(shape, tiling), tiling.num_rows);
+  int num_parts = 1;
+  for (int i = 2; i <= shape.group() && num_tiles * num_parts < kEnough; ++i) {
+    if (shape.group() % i == 0) num_parts = i;
+  }
+  return num_parts;
+}
+
+}  // namespace
+
+AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slice* slices) {
+  const AttentionShape& shape = call.shape;
+  AttentionNeeds needs;
+  Tiling tiling;
+  if (!call.is_backward) {
+    const ForwardEntry* entry = Find(kForward, shape, call.dtype);
+    if (entry == nullptr) return needs;  // The call will say that it was not built.
+    tiling = entry->tiling(shape, call.has_softcap);
+    needs.workspace_bytes = TileListBytes(shape, tiling, has_tile_list);
+  } else {
+    const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
+    if (entry == nullptr) return needs;
+    const auto bytes = [&](BackwardPart part) {
+      return TileListBytes(shape, entry->tiling(call.has_softcap, part), has_tile_list);
+    };
+    tiling = entry->tiling(call.has_softcap,
+                           call.deterministic ? BackwardPart::kKeysValues : BackwardPart::kAll);
+    needs.workspace_bytes =
+        StatisticsBytes(shape) +
+        (call.deterministic ? bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)
+                            : bytes(BackwardPart::kAll));
+    needs.num_dkv_parts = NumParts(shape, tiling);
+    needs.is_dq_summed = !call.deterministic;
+    if (call.deterministic) return needs;
+  }
+  needs.tile_stamp = tiling.stamp();
+  if (slices != nullptr) needs.tile_list = MakeTileList(shape, tiling, slices);
+  return needs;
+}
+
+}  // namespace jax_magi::cuda

@@ -1,0 +1,48 @@
+// Attention on a Hopper GPU: the launchers.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
+#define JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
+
+#include "cc/attention.h"
+#include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/tile_list.h"
+#include "cc/cuda/status.h"
+
+namespace jax_magi::cuda {
+
+// How a call is launched, besides its operands.
+struct LaunchOptions {
+  // On the device, as MakeTileList made it for the call's tiling; or null.
+  const int32_t* tile_list;
+  void* workspace;  // As many bytes as AttentionNeeds says.
+  int sm_margin;
+  cudaStream_t stream;
+};
+
+// Each enqueues the computation; allocates nothing and waits for nothing. Element types are bf16
+// and fp16; head_dim and value_dim are multiples of 8, up to 256.
+Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
+// dk and dv come in `num_parts` parts, each of them the sum over its part of a group.
+Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
+                         const LaunchOptions& options);
+
+// All that a call needs. With slices, one list that the whole batch shares, there will be a list of
+// tiles; but a deterministic backward pass, which would need two, always makes its own.
+AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slice* slices);
+
+// One variant of a kernel, in a translation unit of its own.
+template <int kHeadDim, int kValueDim, typename Element>
+struct ForwardVariant {
+  static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
+  static Tiling TilingOf(const AttentionShape& shape, bool has_softcap);
+};
+template <int kHeadDim, typename Element>
+struct BackwardVariant {
+  static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
+                       const LaunchOptions& options);
+  static Tiling TilingOf(bool has_softcap, BackwardPart part);
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_

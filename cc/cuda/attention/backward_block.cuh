@@ -1,0 +1,244 @@
+// What a consumer warpgroup of the backward kernel holds in registers of a tile of rows and a block
+// of columns, the products it issues, and what it computes element by element.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_CUH_
+
+#include "cc/cuda/attention/backward_producer.cuh"
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/online_softmax.cuh"
+
+namespace jax_magi::cuda {
+
+// A warpgroup has 64 rows, or half the dims of all 64. Products are issued, and not waited for.
+template <typename Config>
+struct BackwardBlock {
+  using Element = typename Config::Element;
+  static constexpr int kColumns = Config::kBlockColumns;
+  static constexpr uint32_t kRowPanel = Config::kBlockRows * 128;  // Bytes.
+  static constexpr uint32_t kColumnPanel = kColumns * 128;
+  // Columns of dx and dy that this warpgroup holds.
+  static constexpr int kXDims = Config::kHeadDim / Config::kDimParts;
+  static constexpr int kYDims = Config::kValueDim / Config::kDimParts;
+
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+  int warpgroup;  // Which consumer warpgroup.
+  int thread;     // In the warpgroup.
+  SoftmaxScale scale;
+
+  float scores[kColumns / 2];  // Then tanh of them, with a cap, or probabilities.
+  float dp[kColumns / 2];      // delta - dP.
+  uint32_t p[kColumns / 4], ds[kColumns / 4];
+  float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
+  float dq[Config::kDqQueries / 2];
+  float row_start[2], row_delta[2];  // Where rows are queries.
+  // Where columns are: read ahead of their use, as shared memory is busy with products.
+  float2 start[Config::kReadAhead ? kColumns / 8 : 1];
+
+  __device__ __forceinline__ int RowPart() const { return Config::kDimParts == 1 ? warpgroup : 0; }
+  __device__ __forceinline__ int DimPart() const { return Config::kDimParts == 1 ? 0 : warpgroup; }
+  // This thread's row `r`, 0 or 1, in the tile.
+  __device__ __forceinline__ int Row(int r) const {
+    return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+  }
+  // The same of row 0, computed anew each time. Kept in registers, the index would be live through
+  // the whole loop, and there are none to spare.
+  __device__ __forceinline__ int RowAnew() const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return RowPart() * 64 + thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
+  }
+
+  // --- Statistics ---
+
+  // Calls fun(e, i, r) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them in
+  // pairs: pair `i` of columns, row `r`.
+  template <typename Fun>
+  __device__ __forceinline__ void ForEachPair(Fun fun) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) fun(2 * i + r, i, r);
+    }
+  }
+
+  // The statistics of columns 8 * i + 2 * (thread % 4) and the one after it.
+  __device__ __forceinline__ float2 ReadPair(const float* source, int i) const {
+    return *reinterpret_cast<const float2*>(source + 8 * i + 2 * (thread % 4));
+  }
+
+  __device__ __forceinline__ void LoadRowStatistics() {
+    const RowTileInfo& tile = shared.tile;
+    const int64_t first =
+        (int64_t{tile.batch} * params.num_q_heads + tile.row_head) * params.q_len + tile.begin;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool is_own = Row(r) < tile.num_rows;
+      row_start[r] = is_own ? params.start[first + Row(r)] : -INFINITY;
+      if constexpr (Config::kStartIsScore) row_start[r] *= scale.log2;
+      row_delta[r] = is_own ? params.delta[first + Row(r)] : 0.0f;
+    }
+  }
+
+  // dP is subtracted from delta by its product.
+  __device__ __forceinline__ void ReadStatistics(int stage) {
+    if constexpr (Config::kReadAhead) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.start[stage], i);
+    }
+    ForEachPair([&](int e, int i, int r) {
+      const float2 delta = Config::kByKeys ? ReadPair(shared.delta[stage], i)
+                                           : make_float2(row_delta[r], row_delta[r]);
+      dp[2 * e] = delta.x;
+      dp[2 * e + 1] = delta.y;
+    });
+  }
+
+  // Scores begin at -lse. Read with the exponents, it would come late, and there are no registers
+  // to read it ahead.
+  __device__ __forceinline__ void StartScores(int stage) {
+    if constexpr (Config::kStartsScores) {
+      ForEachPair([&](int e, int i, int) {
+        const float2 start = ReadPair(shared.start[stage], i);
+        scores[2 * e] = start.x;
+        scores[2 * e + 1] = start.y;
+      });
+      FenceRegisters(scores);
+    }
+  }
+
+  // --- Products ---
+
+  __device__ __forceinline__ void IssueScores(int x_stage) {
+    const int stage = __shfl_sync(~0u, x_stage, 0);  // The compiler shall know that it is uniform.
+    constexpr Product kProduct = Config::kStartsScores ? Product::kIsAdded : Product::kIsResult;
+    FenceRegisters(scores);
+    FenceWgmma();
+    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, kProduct>(
+        RowDescriptor(shared.row_x + RowPart() * 64 * 64), kRowPanel,
+        RowDescriptor(shared.column_x[stage]), kColumnPanel, scores);
+    CommitWgmma();
+  }
+
+  __device__ __forceinline__ void IssueDp(int stage) {
+    FenceRegisters(dp);
+    FenceWgmma();
+    MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
+        RowDescriptor(shared.row_y + RowPart() * 64 * 64), kRowPanel,
+        RowDescriptor(shared.column_y[stage]), kColumnPanel, dp);
+    CommitWgmma();
+  }
+
+  __device__ __forceinline__ void IssueDy(int stage) {
+    FenceRegisters(dy);
+    FenceWgmma();
+    MultiplyProbabilitiesValues<Element, kColumns, kYDims>(
+        p, ColumnDescriptor(shared.column_y[stage] + DimPart() * kYDims * kColumns, kColumnPanel),
+        dy);
+    CommitWgmma();
+  }
+
+  __device__ __forceinline__ void IssueDx(int stage) {
+    FenceRegisters(dx);
+    FenceWgmma();
+    MultiplyProbabilitiesValues<Element, kColumns, kXDims>(
+        ds, ColumnDescriptor(shared.column_x[stage] + DimPart() * kXDims * kColumns, kColumnPanel),
+        dx);
+    CommitWgmma();
+  }
+
+  // dQ^T[64 dims, queries] = K^T dS^T.
+  __device__ __forceinline__ int DqPanel(int step) const {
+    return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
+  }
+  __device__ __forceinline__ int DqFirstQuery() const {
+    return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
+  }
+
+  __device__ __forceinline__ void IssueDq(const Element* source, int step) {
+    FenceRegisters(dq);
+    FenceWgmma();
+    MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
+        ColumnDescriptor(shared.row_x + DqPanel(step) * 64 * Config::kBlockRows, kRowPanel),
+        RowDescriptor(source + DqFirstQuery() * 64), kColumnPanel, dq);
+    CommitWgmma();
+  }
+
+  // --- Element by element ---
+
+  __device__ __forceinline__ void Hide(const BlockInfo& info) {
+    const int row = shared.tile.begin + RowAnew();
+    const int rows[2] = {row, row + 8};
+    HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
+  }
+
+  // What is to be added to exponents, of pair `i` of columns and row `r`.
+  __device__ __forceinline__ float2 Start(int stage, int i, int r) const {
+    if constexpr (!Config::kByKeys) return make_float2(row_start[r], row_start[r]);
+    if constexpr (Config::kStartsScores) return make_float2(0.0f, 0.0f);  // The scores have it.
+    return Config::kReadAhead ? start[i] : ReadPair(shared.start[stage], i);
+  }
+
+  __device__ __forceinline__ void Probabilities(int stage) {
+    ForEachPair([&](int e, int i, int r) {
+      const float2 start = Start(stage, i, r);
+      scores[2 * e] = Exp2(scores[2 * e] * scale.log2 + start.x);
+      scores[2 * e + 1] = Exp2(scores[2 * e + 1] * scale.log2 + start.y);
+      p[e] = PackPair<Element>(scores[2 * e], scores[2 * e + 1]);
+    });
+  }
+
+  __device__ __forceinline__ void ScoreGradients() {
+#pragma unroll
+    for (int e = 0; e < kColumns / 4; ++e) {
+      // Packed ones are rounded, and take half the registers.
+      const float2 probability = Config::kKeepsProbabilities
+                                     ? make_float2(scores[2 * e], scores[2 * e + 1])
+                                     : UnpackPair<Element>(p[e]);
+      ds[e] = PackPair<Element>(probability.x * -dp[2 * e], probability.y * -dp[2 * e + 1]);
+    }
+  }
+
+  // With a cap, scores are tanh first: its gradient needs them.
+  __device__ __forceinline__ void CapScores() {
+#pragma unroll
+    for (float& score : scores) score = Cap(score, scale);
+  }
+
+  __device__ __forceinline__ void CappedGradients(int stage) {
+    ForEachPair([&](int e, int i, int r) {
+      const float2 start = Start(stage, i, r);
+      const float tanh[2] = {scores[2 * e], scores[2 * e + 1]};
+      const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
+                                    Exp2(tanh[1] * scale.log2 + start.y)};
+      p[e] = PackPair<Element>(probability[0], probability[1]);
+      const float slope[2] = {CapSlope(tanh[0]), CapSlope(tanh[1])};
+      ds[e] = PackPair<Element>(probability[0] * -dp[2 * e] * slope[0],
+                                probability[1] * -dp[2 * e + 1] * slope[1]);
+    });
+  }
+
+  __device__ __forceinline__ static float CapSlope(float tanh) {
+    return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
+  }
+
+  __device__ __forceinline__ void WriteDs(Element* destination) {
+    if (DimPart() > 0) return;  // Both warpgroups have the same.
+    const int lane = thread % 32, warp = thread / 32;
+    Element* panel = destination + RowPart() * 64 * kColumns;
+    // Matrices of 8 keys x 8 queries, two of keys by two of queries.
+    const int chunk = 2 * warp + lane / 8 % 2;
+    const int query = 8 * (lane / 16) + lane % 8;
+    Element* address = panel + query * 64 + (chunk ^ (lane % 8)) * 8;
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      StoreMatricesTransposed(address + i * 16 * 64,
+                              {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]});
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_CUH_

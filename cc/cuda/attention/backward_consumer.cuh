@@ -1,0 +1,324 @@
+// The backward kernel's consumers: the order in which a warpgroup waits, multiplies and computes.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_CONSUMER_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_CONSUMER_CUH_
+
+#include "cc/cuda/attention/backward_block.cuh"
+#include "cc/cuda/attention/store.cuh"
+
+namespace jax_magi::cuda {
+
+// Named barriers of the backward kernel. Barrier 0 is that of __syncthreads().
+enum NamedBarrier {
+  // All consumers arrive when their part of dS is in shared memory, and wait: the product for dQ
+  // reads every part.
+  kDsWritten = 1,
+  // kFirstTurn + w: warpgroup w waits for its turn at the tensor cores; the one before it arrives
+  // when it has issued its products.
+  kFirstTurn = 2,
+};
+
+template <typename Config>
+struct BackwardConsumer {
+  using Element = typename Config::Element;
+  using Block = BackwardBlock<Config>;
+  static constexpr int kColumns = Config::kBlockColumns;
+
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+  int warpgroup;  // Which consumer warpgroup.
+  int thread;     // In the warpgroup.
+  Block block;
+  RingPosition<Config::kXStages> x_ring;
+  uint32_t num_done = 0;  // Blocks: the position in the other rings.
+
+  __device__ __forceinline__ BackwardConsumer(const BackwardParams& params,
+                                              BackwardShared<Config>& shared, int warpgroup,
+                                              int thread)
+      : params(params),
+        shared(shared),
+        warpgroup(warpgroup),
+        thread(thread),
+        block{params, shared, warpgroup, thread} {}
+
+  __device__ __forceinline__ void Run() {
+    if constexpr (Config::kHasSoftcap) {
+      block.scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
+    } else {
+      block.scale = {params.softmax_scale * kLog2E, 0.0f};
+    }
+    if (Config::kTakesTurns && warpgroup == Config::kNumConsumers - 1) PassTurn();
+    for (uint32_t phase = 0;;) {
+      Wait(&shared.row_full, phase);
+      // By a shuffle: the compiler then knows that the loop is the same for a whole warp, and does
+      // not compute descriptors in each thread.
+      const int num_blocks = LoadByWarp(shared.tile.num_blocks);
+      if (num_blocks < 0) break;
+#pragma unroll
+      for (float& x : block.dx) x = 0.0f;
+#pragma unroll
+      for (float& y : block.dy) y = 0.0f;
+      if constexpr (!Config::kByKeys) block.LoadRowStatistics();
+      if (num_blocks > 0) {
+        if constexpr (Config::kTakesTurns) {
+          ComputeInTurns();
+        } else {
+          Compute();
+        }
+      }
+      const RowTileInfo tile = shared.tile;
+      // The phase comes from shared memory, as no register is free through Compute().
+      phase = LoadByWarp(shared.tile.next_phase);
+      Arrive(&shared.row_empty);
+      Store(tile);
+    }
+    // The last turn is passed to warpgroup 0, which has to take it: barriers must be left even.
+    if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
+    if constexpr (Config::kHasDq) {
+      Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
+      if (thread == 0) shared.dq_target[warpgroup].dim = -1;
+      ArriveByWarp(&shared.dq_full[warpgroup], thread);
+    }
+  }
+
+  __device__ __forceinline__ void Compute() {
+    WaitForX();
+    block.StartScores(x_ring.stage);
+    block.IssueScores(x_ring.stage);
+    block.ReadStatistics(x_ring.stage);
+    WaitWgmma<0>();
+    // No product is in flight from one turn of the loop to the next, or ptxas would run all
+    // products one by one.
+    for (bool is_last = false; !is_last;) {
+      const RingPosition<Config::kXStages> x_before = x_ring;
+      const int x_stage = x_ring.stage, y_stage = YStage();
+      const int ds_stage = num_done % 2;
+      const int flags = BlockFlags();
+      is_last = flags & kLast;
+      WaitForY();
+      block.IssueDp(y_stage);
+      FenceRegisters(block.scores);
+      if (flags & kMasked) block.Hide(shared.block[x_stage]);
+      if constexpr (Config::kHasSoftcap) {
+        block.CapScores();
+        WaitWgmma<0>();
+        FenceRegisters(block.dp);
+        block.CappedGradients(x_stage);
+        if constexpr (Config::kByKeys) block.IssueDy(y_stage);
+      } else {
+        block.Probabilities(x_stage);
+        if constexpr (Config::kByKeys) {
+          block.IssueDy(y_stage);
+          WaitWgmma<1>();
+        } else {
+          HoldProbabilities();
+          WaitWgmma<0>();
+        }
+        FenceRegisters(block.dp);
+        block.ScoreGradients();
+      }
+      if constexpr (Config::kHasDq) block.WriteDs(Ds(ds_stage));
+      block.IssueDx(x_stage);
+      if constexpr (Config::kByKeys) {
+        WaitWgmma<1>();
+        FenceRegisters(block.dy);
+      }
+      ArriveByWarp(&shared.y_empty[y_stage], thread);
+      ++num_done;
+      x_ring.Advance();
+      if constexpr (Config::kHasDq) {
+        FenceAsyncProxy();
+        NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
+#pragma unroll
+        for (int step = 0; step < Config::kDqSteps; ++step) {
+          block.IssueDq(Ds(ds_stage), step);
+          if (step < Config::kDqSteps - 1) {
+            WaitWgmma<0>();
+          } else {
+            if constexpr (Config::kWaitsForDx) {
+              WaitWgmma<1>();
+              FenceRegisters(block.dx);
+            }
+            IssueNextScores(is_last ? x_before : x_ring);
+            WaitWgmma<1>();
+          }
+          FenceRegisters(block.dq);
+          FenceRegisters(block.dx);
+          AddDq(x_stage, ds_stage, step);
+        }
+      } else {
+        IssueNextScores(is_last ? x_before : x_ring);
+        WaitWgmma<1>();
+        FenceRegisters(block.dx);
+      }
+      Arrive(&shared.x_empty[x_stage]);
+      block.ReadStatistics(x_ring.stage);
+      WaitWgmma<0>();
+    }
+  }
+
+  // All products at once, then all that is done element by element: while one warpgroup has the
+  // tensor cores, another computes. Left alone, they would all do the same at the same time.
+  __device__ __forceinline__ void ComputeInTurns() {
+    int flags = PrepareTurn();
+    TakeTurn();
+    block.IssueScores(x_ring.stage);
+    block.IssueDp(YStage());
+    PassTurn();
+    FinishInTurn(flags);
+    while (!(flags & kLast)) {
+      const int x_stage = x_ring.stage, y_stage = YStage();
+      x_ring.Advance();
+      ++num_done;
+      flags = PrepareTurn();
+      TakeTurn();
+      if constexpr (Config::kByKeys) block.IssueDy(y_stage);
+      block.IssueDx(x_stage);
+      block.IssueScores(x_ring.stage);
+      block.IssueDp(YStage());
+      PassTurn();
+      WaitWgmma<2>();
+      FenceRegisters(block.dx);
+      FenceRegisters(block.dy);
+      Arrive(&shared.x_empty[x_stage]);
+      ArriveByWarp(&shared.y_empty[y_stage], thread);
+      FinishInTurn(flags);
+    }
+    TakeTurn();
+    if constexpr (Config::kByKeys) block.IssueDy(YStage());
+    block.IssueDx(x_ring.stage);
+    PassTurn();
+    WaitWgmma<0>();
+    FenceRegisters(block.dx);
+    FenceRegisters(block.dy);
+    Arrive(&shared.x_empty[x_ring.stage]);
+    ArriveByWarp(&shared.y_empty[YStage()], thread);
+    x_ring.Advance();
+    ++num_done;
+  }
+
+  // Returns the block's flags.
+  __device__ __forceinline__ int PrepareTurn() {
+    WaitForX();
+    WaitForY();
+    block.ReadStatistics(x_ring.stage);
+    FenceRegisters(block.dp);  // Else ptxas copies them after the first product, and waits for it.
+    block.StartScores(x_ring.stage);
+    return BlockFlags();
+  }
+
+  // From scores, and dP a little later, to dS.
+  __device__ __forceinline__ void FinishInTurn(int flags) {
+    WaitWgmma<1>();
+    FenceRegisters(block.scores);
+    if (flags & kMasked) block.Hide(shared.block[x_ring.stage]);
+    block.Probabilities(x_ring.stage);
+    HoldProbabilities();
+    WaitWgmma<0>();
+    FenceRegisters(block.dp);
+    block.ScoreGradients();
+  }
+
+  __device__ __forceinline__ void TakeTurn() { NamedSync(kFirstTurn + warpgroup, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() {
+    NamedArrive(kFirstTurn + (warpgroup + 1) % Config::kNumConsumers, 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ int BlockFlags() const {
+    return LoadByWarp(shared.block[x_ring.stage].flags);
+  }
+  __device__ __forceinline__ int YStage() const { return num_done % Config::kYStages; }
+
+  __device__ __forceinline__ void WaitForY() {
+    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
+  }
+  __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
+
+  // After the last block these scores are of no use. They are issued all the same, from the last
+  // block's own position: under a condition, ptxas would run all products one by one.
+  __device__ __forceinline__ void IssueNextScores(RingPosition<Config::kXStages> position) {
+    Wait(&shared.x_full[position.stage], position.phase);
+    block.StartScores(x_ring.stage);
+    block.IssueScores(x_ring.stage);
+  }
+
+  // Probabilities are never negative, so nothing is waited for. But the question keeps ptxas from
+  // computing them behind the next wait.
+  __device__ __forceinline__ void HoldProbabilities() {
+    if (IsAnyNegative(block.scores)) WaitForX();
+  }
+
+  // --- dQ: from registers to shared memory, from where AddDqToMemory takes it ---
+
+  __device__ __forceinline__ Element* Ds(int ds_stage) const {
+    return shared.ds + ds_stage * Config::kBlockRows * kColumns;
+  }
+
+  // The phase of dq_full and dq_empty. A block uses them kDqSteps times, so the phase alternates
+  // with the stage of dS where that is once, and with the step where it is twice: no counter is
+  // needed.
+  __device__ __forceinline__ uint32_t DqPhase(int ds_stage, int step) const {
+    static_assert(Config::kDqSteps <= 2, "phases alternate");
+    return Config::kDqSteps == 1 ? ds_stage : step % 2;
+  }
+
+  __device__ __forceinline__ void AddDq(int stage, int ds_stage, int step) {
+    const int lane = thread % 32, warp = thread / 32;
+    constexpr int kHalf = Config::kDqQueries * 32;
+    float* box = shared.dq + warpgroup * 2 * kHalf;
+    Wait(&shared.dq_empty[warpgroup], DqPhase(ds_stage, step) ^ 1);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int query = 2 * (lane % 4) + e % 2;                // Of 8.
+      const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
+      float* column = box + warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
+#pragma unroll
+      for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = block.dq[4 * i + e];
+    }
+    if (thread == 0) {
+      shared.dq_target[warpgroup] = {block.DqPanel(step) * 64, shared.head[stage],
+                                     shared.block[stage].begin + block.DqFirstQuery(),
+                                     shared.tile.batch};
+    }
+    FenceAsyncProxy();
+    ArriveByWarp(&shared.dq_full[warpgroup], thread);
+  }
+
+  // --- Epilogue ---
+
+  __device__ __forceinline__ void Store(const RowTileInfo& tile) {
+    StoreGradient<Block::kXDims>(tile, block.dx, params.softmax_scale, params.dx, params.head_dim);
+    if constexpr (Config::kByKeys) {
+      StoreGradient<Block::kYDims>(tile, block.dy, 1.0f, params.dy, params.value_dim);
+    }
+  }
+
+  template <int kDims>
+  __device__ __forceinline__ void StoreGradient(const RowTileInfo& tile, float (&acc)[kDims / 2],
+                                                float factor, void* out, int dim) {
+    const float factors[2] = {factor, factor};
+    const int first_column = block.DimPart() * kDims;
+    bool is_own[2];
+    int64_t offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      is_own[r] = block.Row(r) < tile.num_rows;
+      const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
+      const int64_t row = batch * params.work.num_rows + (tile.begin + block.Row(r));
+      offset[r] = (row * params.num_row_heads + tile.row_head) * dim + first_column;
+    }
+    if (params.is_float) {
+      float* base = static_cast<float*>(out);
+      float* const rows[2] = {base + offset[0], base + offset[1]};
+      StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+    } else {
+      Element* base = static_cast<Element*>(out);
+      Element* const rows[2] = {base + offset[0], base + offset[1]};
+      StoreRows<Element, kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_CONSUMER_CUH_

@@ -1,0 +1,64 @@
+// The Hopper backward kernel: one block of threads finishes one tile of rows at a time.
+//
+// With S the scores, P = exp(S - lse) and dP = dout V^T, the gradients are
+//
+//   dS = P * (dP - delta),   dV = P^T dout,   dK = scale * dS^T Q,   dQ = scale * dS K
+//
+// (A dQ that is summed in memory leaves the kernel without the scale: it is cast anyway.)
+//
+// Rows are keys: a tile of k and v stays in shared memory, q and dout stream past it in blocks of
+// columns, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
+// that P^T and dS^T are in registers what the products for dV and dK want; dS goes through shared
+// memory to the product for dQ, whose tiles other warps add to memory by TMA.
+//
+// The order of those additions is not fixed. Where the result must be the same bit for bit, the
+// kernel runs twice instead: for dK and dV alone, and with the roles of queries and keys exchanged
+// for dQ.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_KERNEL_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_KERNEL_CUH_
+
+#include "cc/cuda/attention/backward_consumer.cuh"
+#include "cc/cuda/attention/backward_producer.cuh"
+#include "cc/cuda/attention/hopper.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kNumThreads, 1)
+    BackwardKernel(const __grid_constant__ BackwardParams params) {
+  extern __shared__ char memory[];
+  auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
+  const int thread = threadIdx.x;
+  if (thread == 0) {
+    constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
+    InitBarrier(&shared.row_full, 1);
+    InitBarrier(&shared.row_empty, kConsumers);
+    // Columns: TMA, and each lane's copies of the statistics.
+    InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumers);
+    InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
+    InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
+    FenceBarrierInit();
+  }
+  __syncthreads();
+
+  if (thread < kWarpgroup) {
+    GiveRegisters<Config::kProducerRegisters>();
+    const int warp = __shfl_sync(~0u, thread / 32, 0);
+    if (warp == 0) {
+      BackwardProducer<Config>{params, shared, thread % 32}.Run();
+    } else if (Config::kHasDq && warp < 3) {
+      if (thread % 32 == 0) AddDqToMemory<Config>(params, shared, warp - 1);
+    }
+  } else {
+    TakeRegisters<Config::kConsumerRegisters>();
+    // By a shuffle: the compiler then knows that it is the same for a whole warp.
+    const int warpgroup = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
+    BackwardConsumer<Config> consumer{params, shared, warpgroup, thread % kWarpgroup};
+    consumer.Run();
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_KERNEL_CUH_

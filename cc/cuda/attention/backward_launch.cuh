@@ -1,0 +1,158 @@
+// Host side of the backward kernel, for one variant.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
+
+#include "cc/cuda/attention/backward_kernel.cuh"
+#include "cc/cuda/attention/backward_prepare.h"
+#include "cc/cuda/attention/launch.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, Config::kByKeys};
+
+// About as much work at once as blocks of threads that run at once, and no more: they then read the
+// same queries at about the same time.
+constexpr int64_t kWorkPerSection = 2 * 132;
+
+template <typename Config>
+Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
+                          const QueryStatistics& statistics, const LaunchOptions& options) {
+  const AttentionShape& shape = args.shape;
+  constexpr Tiling kTiling = kBackwardTiling<Config>;
+  const int num_row_heads =
+      static_cast<int>(Config::kByKeys ? shape.num_kv_heads : shape.num_q_heads);
+  if (num_row_heads == 0) return {};
+  const int num_packs = num_row_heads * num_parts;
+  const int64_t num_tiles =
+      std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
+  int64_t heads_per_section =
+      std::clamp<int64_t>(kWorkPerSection / (num_tiles * num_parts), 1, num_row_heads);
+  while (num_row_heads % heads_per_section) --heads_per_section;
+  if (options.tile_list == nullptr) {
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTileList(shape, kTiling, args.slices,
+                                                  /*has_tile_list=*/false, options.workspace,
+                                                  /*max_logits=*/nullptr, options.stream));
+  }
+  BackwardParams params;
+  params.work = MakeWork(shape, kTiling, args.slices, options, num_packs,
+                         static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
+
+  // Queries or keys, by their role.
+  struct Side {
+    const void *x, *y;
+    int64_t length, heads;
+  };
+  const Side queries{args.q, args.dout, shape.q_len, shape.num_q_heads};
+  const Side keys{args.k, args.v, shape.k_len, shape.num_kv_heads};
+  const Side& rows = Config::kByKeys ? keys : queries;
+  const Side& columns = Config::kByKeys ? queries : keys;
+  // Without columns, these are described but never read.
+  const void* column_x = columns.x == nullptr ? rows.x : columns.x;
+  const void* column_y = columns.y == nullptr ? rows.y : columns.y;
+  JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+      shape.batch, {{args.dtype, rows.x, rows.length, rows.heads, shape.head_dim,
+                     Config::kBlockRows, 1, &params.row_x_map},
+                    {args.dtype, rows.y, rows.length, rows.heads, shape.value_dim,
+                     Config::kBlockRows, 1, &params.row_y_map},
+                    {args.dtype, column_x, columns.length, columns.heads, shape.head_dim,
+                     Config::kBlockColumns, 1, &params.column_x_map},
+                    {args.dtype, column_y, columns.length, columns.heads, shape.value_dim,
+                     Config::kBlockColumns, 1, &params.column_y_map}}));
+  if (Config::kHasDq) {
+    const void* dq = args.dq == nullptr ? rows.x : args.dq;
+    JAX_MAGI_RETURN_IF_BAD(
+        MakeTensorMaps(shape.batch, {{DType::kF32, dq, shape.q_len, shape.num_q_heads,
+                                      shape.head_dim, Config::kDqQueries, 1, &params.dq_map}}));
+  }
+  params.batch = static_cast<int>(shape.batch);
+  params.q_len = static_cast<int>(shape.q_len);
+  params.num_q_heads = static_cast<int>(shape.num_q_heads);
+  params.group = static_cast<int>(shape.group());
+  params.num_row_heads = num_row_heads;
+  params.packs_per_row_head = num_parts;
+  params.heads_per_pack = Config::kByKeys ? params.group / num_parts : 1;
+  params.head_dim = static_cast<int>(shape.head_dim);
+  params.value_dim = static_cast<int>(shape.value_dim);
+  params.softmax_scale = args.params.softmax_scale;
+  params.softcap = args.params.softcap;
+  params.start = statistics.start;
+  params.delta = statistics.delta;
+  params.dx = Config::kByKeys ? args.dk : args.dq;
+  params.dy = Config::kByKeys ? args.dv : nullptr;
+  params.is_float = (Config::kByKeys ? args.dkv_dtype : args.dq_dtype) == DType::kF32;
+
+  constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
+  return LaunchPersistent(BackwardKernel<Config>, params, Config::kNumThreads, kSharedBytes,
+                          MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
+}
+
+template <int kHeadDim, typename Element, bool kHasSoftcap>
+Status LaunchBackward(const BackwardArgs& args, int num_parts, bool deterministic,
+                      const LaunchOptions& options) {
+  const AttentionShape& shape = args.shape;
+  if (shape.batch == 0) return {};
+  using All = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>;
+  using KeysValues = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kKeysValues>;
+  using Queries = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kQueries>;
+  static_assert(KeysValues::kStartIsScore == Queries::kStartIsScore, "they share statistics");
+  const bool is_score = deterministic ? KeysValues::kStartIsScore : All::kStartIsScore;
+  const float factor = is_score ? 1.0f / args.params.softmax_scale : kLog2E;
+
+  // The workspace: statistics, then the counter and list of each part.
+  const QueryStatistics statistics = StatisticsAt(options.workspace, shape);
+  LaunchOptions first = options;
+  first.workspace = static_cast<char*>(options.workspace) + StatisticsBytes(shape);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      PrepareBackward(args, factor, /*is_dq_summed=*/!deterministic, statistics,
+                      static_cast<WorkCounter*>(first.workspace), options.stream));
+  if (!deterministic) {
+    if (shape.k_len == 0) return {};
+    return LaunchBackwardPart<All>(args, num_parts, statistics, first);
+  }
+  first.tile_list = nullptr;  // It would have to be two.
+  LaunchOptions second = first;
+  second.workspace = static_cast<char*>(first.workspace) +
+                     TileListBytes(shape, kBackwardTiling<KeysValues>, /*has_tile_list=*/false);
+  if (shape.k_len > 0) {
+    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<KeysValues>(args, num_parts, statistics, first));
+  }
+  if (shape.q_len == 0) return {};
+  return LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, second);
+}
+
+template <int kHeadDim, typename Element>
+Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int num_parts,
+                                                  bool deterministic,
+                                                  const LaunchOptions& options) {
+  const auto launch = args.params.softcap == 0.0f ? LaunchBackward<kHeadDim, Element, false>
+                                                  : LaunchBackward<kHeadDim, Element, true>;
+  return launch(args, num_parts, deterministic, options);
+}
+
+template <int kHeadDim, typename Element, bool kHasSoftcap>
+Tiling BackwardTilingOf(BackwardPart part) {
+  switch (part) {
+    case BackwardPart::kAll:
+      return kBackwardTiling<BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>>;
+    case BackwardPart::kKeysValues:
+      return kBackwardTiling<
+          BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kKeysValues>>;
+    case BackwardPart::kQueries:
+      return kBackwardTiling<
+          BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kQueries>>;
+  }
+  return {};
+}
+
+template <int kHeadDim, typename Element>
+Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap, BackwardPart part) {
+  return has_softcap ? BackwardTilingOf<kHeadDim, Element, true>(part)
+                     : BackwardTilingOf<kHeadDim, Element, false>(part);
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_

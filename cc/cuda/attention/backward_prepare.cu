@@ -1,0 +1,61 @@
+#include <algorithm>
+
+#include "cc/cuda/attention/backward_prepare.h"
+#include "cc/cuda/attention/early_launch.h"
+#include "cc/cuda/attention/hopper.cuh"
+
+namespace jax_magi::cuda {
+namespace {
+
+struct PrepareArgs {
+  const float *lse, *delta;  // [batch, q_len, num_q_heads]
+  QueryStatistics statistics;
+  float factor;
+  int q_len, num_q_heads;
+  int64_t num_statistics;
+  float4* dq;
+  int64_t num_dq_vectors;  // 0: it is not summed.
+  WorkCounter* counter;
+};
+
+__global__ void PrepareBackwardKernel(PrepareArgs args) {
+  // This kernel came up while the one before it ended, and the next one may come up now.
+  WaitForPreviousKernel();
+  LetNextKernelStart();
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  if (first == 0) args.counter->next_work = 0;
+  for (int64_t i = first; i < args.num_statistics; i += stride) {
+    const int64_t row = i / args.q_len;  // Of [batch, num_q_heads].
+    const int64_t batch = row / args.num_q_heads;
+    const int64_t from =
+        (batch * args.q_len + i % args.q_len) * args.num_q_heads + row - batch * args.num_q_heads;
+    const float lse = args.lse[from];
+    args.statistics.start[i] = lse == -INFINITY ? -INFINITY : -lse * args.factor;
+    args.statistics.delta[i] = args.delta[from];
+  }
+  for (int64_t i = first; i < args.num_dq_vectors; i += stride) {
+    args.dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+}  // namespace
+
+cudaError_t PrepareBackward(const BackwardArgs& args, float factor, bool is_dq_summed,
+                            const QueryStatistics& statistics, WorkCounter* counter,
+                            cudaStream_t stream) {
+  const AttentionShape& shape = args.shape;
+  const PrepareArgs prepare{
+      args.lse, args.delta, statistics, factor, static_cast<int>(shape.q_len),
+      static_cast<int>(shape.num_q_heads), shape.num_statistics(), static_cast<float4*>(args.dq),
+      // Whole vectors: head dims are multiples of 8.
+      is_dq_summed ? shape.num_statistics() * shape.head_dim / 4 : 0, counter};
+  // Enough threads for all that a GPU holds at once, and no more than there is to do.
+  constexpr int kThreads = 256, kMaxBlocks = 132 * 8;
+  const int64_t most = std::max(prepare.num_statistics, prepare.num_dq_vectors);
+  const int num_blocks =
+      static_cast<int>(std::clamp<int64_t>((most + kThreads - 1) / kThreads, 1, kMaxBlocks));
+  return LaunchEarly(PrepareBackwardKernel, num_blocks, kThreads, 0, stream, prepare);
+}
+
+}  // namespace jax_magi::cuda

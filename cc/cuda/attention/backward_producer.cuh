@@ -1,0 +1,265 @@
+// The backward kernel's parameters, its shared memory, the warp that fills it, and the threads that
+// carry dQ out of it.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
+
+#include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/pipeline.cuh"
+
+namespace jax_magi::cuda {
+
+struct BackwardParams {
+  // The operands of scores (q, k) and of dP (dout, v), by their role: rows of the tile stay,
+  // columns stream past.
+  CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
+  CUtensorMap dq_map;
+  WorkParams work;
+  int batch, q_len, num_q_heads, group;
+  // The heads of the tile's rows, and of a pack: so many query heads meet one tile of keys.
+  int num_row_heads;
+  uint32_t packs_per_row_head, heads_per_pack;
+  int head_dim, value_dim;
+  float softmax_scale, softcap;
+  // [batch, num_q_heads, q_len]. -lse in units of exponents of 2 or of scores, as the config says,
+  // and -inf for rows that see nothing.
+  const float *start, *delta;
+  // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
+  // num_row_heads, dim].
+  void *dx, *dy;
+  bool is_float;  // Their element type; else that of the operands.
+};
+
+struct alignas(16) RowTileInfo {
+  int32_t batch, row_head, pack_in_head, begin, num_rows, num_blocks;
+  uint32_t next_phase;  // Of the barrier, for the tile after it.
+};
+
+// Where in memory a warpgroup's part of dQ belongs. After the last one, `dim` is negative.
+struct alignas(16) DqTarget {
+  int32_t dim, head, query, batch;
+};
+
+template <typename Config>
+struct BackwardShared {
+  static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
+  using Element = typename Config::Element;
+  alignas(1024) Element row_x[Config::kBlockRows * Config::kHeadDim];
+  alignas(1024) Element row_y[Config::kBlockRows * Config::kValueDim];
+  alignas(1024) Element column_x[kXStages][Config::kBlockColumns * Config::kHeadDim];
+  alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
+  // [key panel][query][64 keys], twice: one is written while the other is still read.
+  alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
+  // For each warpgroup [half of 64 dims][query][32 dims].
+  alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
+  alignas(16) float start[kXStages][Config::kBlockColumns];
+  alignas(16) float delta[kXStages][Config::kBlockColumns];
+  BlockInfo block[kXStages];
+  int32_t head[kXStages];  // The query head of the block.
+  RowTileInfo tile;
+  WorkItem item;  // The producer's own.
+  DqTarget dq_target[2];
+  // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
+  // consumers arrive and the producer waits.
+  uint64_t row_full, row_empty;
+  uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
+  // One for each warpgroup, which arrives on `full` and waits on `empty`; AddDqToMemory does the
+  // reverse.
+  uint64_t dq_full[2], dq_empty[2];
+};
+
+// One warp.
+template <typename Config>
+struct BackwardProducer {
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+  int lane;
+  uint32_t num_loaded = 0;  // Blocks: the position in both rings.
+
+  __device__ __forceinline__ void Run() {
+    ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
+    if (lane == 0) {
+      shared.tile.num_blocks = -1;
+      Arrive(&shared.row_full);
+    }
+  }
+
+  __device__ __forceinline__ void LoadTile() {
+    Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      const int row_head = shared.item.pack / params.packs_per_row_head;
+      const int pack_in_head = shared.item.pack % params.packs_per_row_head;
+      shared.tile = {tile.batch,
+                     row_head,
+                     pack_in_head,
+                     tile.begin,
+                     tile.num_rows,
+                     tile.num_blocks,
+                     shared.item.num_done % 2 ^ 1};
+      if (tile.num_blocks > 0) {
+        ArriveExpectBytes(&shared.row_full, sizeof(shared.row_x) + sizeof(shared.row_y));
+#pragma unroll
+        for (int d = 0; d < Config::kHeadDim; d += 64) {
+          LoadBox(&params.row_x_map, &shared.row_full, shared.row_x + d * Config::kBlockRows, d,
+                  row_head, tile.begin, tile.batch);
+        }
+#pragma unroll
+        for (int d = 0; d < Config::kValueDim; d += 64) {
+          LoadBox(&params.row_y_map, &shared.row_full, shared.row_y + d * Config::kBlockRows, d,
+                  row_head, tile.begin, tile.batch);
+        }
+      } else {
+        Arrive(&shared.row_full);
+      }
+    }
+    if (lane == 0) {
+      shared.item.remaining = shared.item.tile.num_blocks * params.heads_per_pack;
+      shared.item.first_head = FirstHead();
+      // A tile that meets several slices takes them all for one head after the other; else some
+      // blocks are taken for all heads, then the next.
+      const bool is_simple = shared.item.tile.slice_end - shared.item.tile.slice_begin <= 1;
+      shared.item.num_heads = is_simple ? params.heads_per_pack : 1;
+    }
+    __syncwarp();
+    while (shared.item.remaining > 0) {
+      LoadBlocks();
+      __syncwarp();
+      if (lane == 0) shared.item.first_head += shared.item.num_heads;
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ int FirstHead() const {
+    if constexpr (!Config::kByKeys) return shared.item.pack;
+    return shared.item.pack / params.packs_per_row_head * params.group +
+           shared.item.pack % params.packs_per_row_head * params.heads_per_pack;
+  }
+
+  __device__ __forceinline__ void LoadBlocks() {
+    // From right to left, some blocks for all heads, then the next: under a causal mask, tiles that
+    // run side by side then read the same queries at about the same time.
+    const auto load = [&](int slice, Range columns) {
+      for (; columns.begin < columns.end; columns.end -= Config::kColumnsPerHead) {
+        if (lane == 0) {
+          const int first = Max(columns.begin, columns.end - Config::kColumnsPerHead);
+          shared.item.slice = slice;
+          shared.item.columns = {first, columns.end};
+        }
+        ForEachHead([&] {
+          for (int end = shared.item.columns.end; end > shared.item.columns.begin;
+               end -= Config::kBlockColumns) {
+            // The first block may reach past `end`, as no block begins before 0.
+            const int begin = Max(end - Config::kBlockColumns, 0);
+            LoadX(begin, end);
+            LoadY(begin);
+            ++num_loaded;
+          }
+        });
+      }
+    };
+    ForEachSlice<Config::kByKeys>(params.work, shared.item.tile, lane, load);
+  }
+
+  // Calls load() for each query head of the turn. The head is kept in shared memory, as registers
+  // are scarce.
+  template <typename Load>
+  __device__ __forceinline__ void ForEachHead(Load load) {
+    if (lane == 0) shared.item.head = shared.item.first_head;
+    __syncwarp();
+    do {
+      load();
+      __syncwarp();
+      if (lane == 0) ++shared.item.head;
+      __syncwarp();
+    } while (shared.item.head < shared.item.first_head + shared.item.num_heads);
+  }
+
+  __device__ __forceinline__ int ColumnHead() const {
+    return Config::kByKeys ? shared.item.head : shared.item.head / params.group;
+  }
+
+  __device__ __forceinline__ void LoadX(int begin, int end) {
+    const int stage = num_loaded % Config::kXStages;
+    Wait(&shared.x_empty[stage], num_loaded / Config::kXStages % 2 ^ 1);
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, shared.item.slice);
+      const bool is_last = --shared.item.remaining == 0;
+      const bool is_clean = tile.num_rows == Config::kBlockRows &&
+                            begin + Config::kBlockColumns == end &&
+                            IsClean(slice, tile, begin, Config::kBlockColumns);
+      // The box of rows may reach into the next tile. Its rows are hidden here, and add nothing to
+      // dQ.
+      slice.q_begin = Max(slice.q_begin, tile.begin);
+      slice.q_end = Min(slice.q_end, tile.begin + tile.num_rows);
+      slice.k_end = Min(slice.k_end, end);
+      shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
+      shared.head[stage] = shared.item.head;
+      ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]));
+#pragma unroll
+      for (int d = 0; d < Config::kHeadDim; d += 64) {
+        LoadBox(&params.column_x_map, &shared.x_full[stage],
+                shared.column_x[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
+                tile.batch);
+      }
+    }
+    if constexpr (Config::kByKeys) {
+      const int row = begin + lane;
+      const int64_t offset =
+          (int64_t{shared.item.tile.batch} * params.num_q_heads + shared.item.head) * params.q_len +
+          row;
+#pragma unroll
+      for (int i = 0; i < Config::kBlockColumns; i += 32) {
+        if (Config::kBlockColumns % 32 == 0 || i + lane < Config::kBlockColumns) {
+          const bool is_inside = row + i < params.q_len;
+          CopyWord(&shared.start[stage][i + lane], params.start + offset + i, is_inside);
+          CopyWord(&shared.delta[stage][i + lane], params.delta + offset + i, is_inside);
+        }
+      }
+      ArriveAfterCopies(&shared.x_full[stage]);
+    }
+  }
+
+  __device__ __forceinline__ void LoadY(int begin) {
+    const int stage = num_loaded % Config::kYStages;
+    Wait(&shared.y_empty[stage], num_loaded / Config::kYStages % 2 ^ 1);
+    if (lane == 0) {
+      ArriveExpectBytes(&shared.y_full[stage], sizeof(shared.column_y[stage]));
+#pragma unroll
+      for (int d = 0; d < Config::kValueDim; d += 64) {
+        LoadBox(&params.column_y_map, &shared.y_full[stage],
+                shared.column_y[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
+                shared.item.tile.batch);
+      }
+    }
+  }
+};
+
+// One thread: adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
+template <typename Config>
+__device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
+                                              BackwardShared<Config>& shared, int warpgroup) {
+  constexpr int kHalf = Config::kDqQueries * 32;
+  const float* box = shared.dq + warpgroup * 2 * kHalf;
+  for (uint32_t phase = 0;; phase ^= 1) {
+    Wait(&shared.dq_full[warpgroup], phase);
+    const DqTarget target = shared.dq_target[warpgroup];
+    if (target.dim < 0) break;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ReduceAddBox(&params.dq_map, box + half * kHalf, target.dim + half * 32, target.head,
+                   target.query, target.batch);
+    }
+    CommitReduce();
+    WaitReduceRead();
+    Arrive(&shared.dq_empty[warpgroup]);
+  }
+  WaitReduce();
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_

@@ -1,0 +1,150 @@
+// Tile sizes of the Hopper kernels, one specialisation per pair of head dims. A number without a
+// reason of its own is the largest for which registers or shared memory suffice.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_CONFIG_H_
+#define JAX_MAGI_CUDA_ATTENTION_CONFIG_H_
+
+namespace jax_magi::cuda {
+
+// Threads of a warpgroup, the unit that issues wgmma.
+constexpr int kWarpgroup = 128;
+
+template <int kHeadDim, int kValueDim, bool kHasSoftcap, bool kIsSmall>
+struct ForwardTile;
+
+// Scores and output live in registers: kBlockN / 2 + kBlockN / 4 + kValueDim / 2 of them a thread,
+// of 232 or more with two consumer warpgroups, 160 with three. Shared memory holds the stages of q,
+// k and v.
+template <bool kHasSoftcap, bool kIsSmall>
+struct ForwardTile<64, 64, kHasSoftcap, kIsSmall> {
+  // Softmax costs as many cycles as the matrix products here: three warpgroups hide more of it. But
+  // small tiles may leave fewer rows empty, and share little work better.
+  static constexpr int kNumConsumers = kIsSmall ? 2 : 3, kBlockN = 128;
+  static constexpr int kQStages = 2, kKStages = 4, kVStages = 4;
+  static constexpr bool kQInRegisters = kIsSmall;
+};
+template <bool kHasSoftcap>
+struct ForwardTile<128, 128, kHasSoftcap, false> {
+  static constexpr int kNumConsumers = 2, kBlockN = 128;
+  // A third stage of k and v is worth 2% over a second one of q.
+  static constexpr int kQStages = 1, kKStages = 3, kVStages = 3;
+  // In registers, queries leave shared memory's bandwidth to keys, and their stage to the next
+  // tile.
+  static constexpr bool kQInRegisters = true;
+};
+template <bool kHasSoftcap>
+struct ForwardTile<192, 128, kHasSoftcap, false> {
+  static constexpr int kNumConsumers = 2, kBlockN = 112;
+  static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
+  static constexpr bool kQInRegisters = false;
+};
+template <bool kHasSoftcap>
+struct ForwardTile<256, 256, kHasSoftcap, false> {
+  static constexpr int kNumConsumers = 2, kBlockN = kHasSoftcap ? 48 : 64;
+  static constexpr int kQStages = 1, kKStages = 2, kVStages = 2;
+  static constexpr bool kQInRegisters = false;
+};
+
+template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
+          bool kIsSmall = false>
+struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall> {
+  using Element = Element_;
+  using Tile = ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall>;
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
+  static constexpr bool kHasSoftcap = kHasSoftcap_;  // The code for it would cost all registers.
+  static constexpr int kBlockM = 64 * Tile::kNumConsumers;  // wgmma has 64 rows.
+  static constexpr int kNumThreads = kWarpgroup * (1 + Tile::kNumConsumers);
+  // setmaxnreg: the producer needs few registers, and gives the rest to the consumers. The sum is
+  // bounded by what the block starts with: 168 for 3 warpgroups, 128 for 4.
+  static constexpr int kProducerRegisters = Tile::kNumConsumers == 3 ? 32
+                                            : kHeadDim > 128         ? 24
+                                                                     : 40;
+  static constexpr int kConsumerRegisters = Tile::kNumConsumers == 3 ? 160
+                                            : kHeadDim > 128         ? 240
+                                                                     : 232;
+
+  static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "a swizzled panel is 64 wide");
+  static_assert(Tile::kBlockN % 16 == 0 && Tile::kBlockN <= 256, "wgmma's N, and TMA's box");
+  static_assert(Tile::kNumConsumers == 2 || Tile::kNumConsumers == 3, "as setmaxnreg shares them");
+};
+
+// What the backward kernel computes: everything at once, or the same bit for bit in two runs.
+enum class BackwardPart { kAll, kKeysValues, kQueries };
+
+// Two consumer warpgroups, each with the gradients of 64 rows in registers: (kHeadDim + kValueDim)
+// / 2 of them a thread; beyond 128 dims, they hold half the dims each of the same 64 rows. A
+// block's scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
+template <int kHeadDim, bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile;
+template <bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile<64, kHasSoftcap, kPart> {
+  static constexpr int kDimParts = 1;
+  // Taking turns, the part for keys and values starts scores at -lse, and has fewer registers left.
+  static constexpr int kUncapped = kPart == BackwardPart::kKeysValues ? 96 : 128;
+  static constexpr int kBlockColumns = kHasSoftcap ? 64 : kUncapped;
+  static constexpr int kXStages = 3, kYStages = kPart == BackwardPart::kAll ? 2 : 3;
+};
+template <bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile<128, kHasSoftcap, kPart> {
+  // Alone, dQ leaves registers for wider blocks.
+  static constexpr bool kIsWide = kPart == BackwardPart::kQueries;
+  static constexpr int kDimParts = 1;
+  static constexpr int kUncapped = kIsWide ? 128 : kPart == BackwardPart::kAll ? 80 : 64;
+  static constexpr int kBlockColumns = !kHasSoftcap ? kUncapped : kIsWide ? 96 : 48;
+  static constexpr int kXStages = kBlockColumns > 64 ? 2 : 3, kYStages = 2;
+};
+template <bool kHasSoftcap, BackwardPart kPart>
+struct BackwardTile<256, kHasSoftcap, kPart> {
+  static constexpr int kDimParts = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
+  static constexpr int kXStages = 2, kYStages = 2;
+};
+
+template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart>
+struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
+  using Element = Element_;
+  using Tile = BackwardTile<kHeadDim_, kHasSoftcap_, kPart>;
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
+  static constexpr bool kHasSoftcap = kHasSoftcap_;
+  static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
+  static constexpr bool kHasDq = kPart == BackwardPart::kAll;
+  // The kernel that prepares gives -lse in units of scores, not of exponents of 2; and where rows
+  // are keys, the product for scores starts there instead of at 0.
+  static constexpr bool kStartIsScore = !kHasDq && !kHasSoftcap;
+  static constexpr bool kStartsScores = kStartIsScore && kByKeys;
+  // Warpgroups take turns at their products. It is worth it where these are short.
+  static constexpr bool kTakesTurns = !kHasDq && !kHasSoftcap && kHeadDim == 64;
+  // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
+  // there are registers for them.
+  static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
+  // Whether dK must be done before the next scores are issued: with 80 queries and 128 dims, ptxas
+  // else moves registers between them.
+  static constexpr bool kWaitsForDx = kHeadDim == 128;
+  static constexpr bool kKeepsProbabilities = !kHasDq && (!kByKeys || Tile::kBlockColumns <= 64);
+  static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers / Tile::kDimParts;
+  // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
+  // queries.
+  static constexpr bool kSplitQueries = kHeadDim == 64;
+  static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (64 * kNumConsumers);
+  static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
+  // Columns that are worked on for all query heads in turn before the next: more than a usual
+  // window, and few enough to stay in the L2 cache.
+  static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
+  static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
+  static constexpr bool kNeedsMost = kByKeys && (kHeadDim == 128 || kTakesTurns);
+  // What setmaxnreg leaves and gives: three warpgroups begin with 168 each.
+  static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
+  static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
+
+  static_assert(kHeadDim % 64 == 0, "a swizzled panel is 64 wide");
+  static_assert(Tile::kBlockColumns % 16 == 0 && Tile::kBlockColumns <= 256,
+                "wgmma's K and N, and TMA's box");
+  static_assert(kSplitQueries || kDqSteps * kNumConsumers * 64 == kHeadDim,
+                "the steps of dQ's product cover all dims");
+  static_assert(!kSplitQueries || kDqQueries % 8 == 0, "half a block of queries is wgmma's N");
+  static_assert(kHeadDim % Tile::kDimParts == 0 && kNumConsumers % Tile::kDimParts == 0,
+                "warpgroups hold equal parts");
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_CONFIG_H_

@@ -1,0 +1,121 @@
+// Host side of the forward kernel, for one variant.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_FORWARD_LAUNCH_CUH_
+
+#include "cc/cuda/attention/forward_kernel.cuh"
+#include "cc/cuda/attention/launch.cuh"
+
+namespace jax_magi::cuda {
+
+// Keys and values of the heads worked on at once should fit here: part of the L2 cache of 50 MB.
+constexpr int64_t kL2Budget = 32 << 20;
+
+// Packs of query heads worked on at once: whole groups, and equally many each time.
+inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
+  const int64_t num_bytes = 2 * shape.batch * shape.k_len * (shape.head_dim + shape.value_dim) + 1;
+  int64_t kv_heads = std::clamp<int64_t>(kL2Budget / num_bytes, 1, shape.num_kv_heads);
+  while (shape.num_kv_heads % kv_heads) --kv_heads;
+  return static_cast<int>(kv_heads) * packs_per_kv_head;
+}
+
+template <typename Config>
+Tiling ConfigTiling(const AttentionShape& shape) {
+  // Where queries are few, all tiles pack heads.
+  const int most_rows = static_cast<int>(std::min<int64_t>(shape.q_len, Config::kBlockM));
+  const int log2_pack = Log2Pack<Config>(most_rows, static_cast<int>(shape.group()));
+  return {Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false};
+}
+
+template <typename Config>
+Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
+  const AttentionShape& shape = args.shape;
+  if (shape.batch == 0 || shape.num_kv_heads == 0) return {};
+  const Tiling tiling = ConfigTiling<Config>(shape);
+  const int group = static_cast<int>(shape.group());
+  const int log2_pack = Log2Pack<Config>(tiling.num_rows, group), pack = 1 << log2_pack;
+  const int packs_per_kv_head = CeilDiv(group, pack);
+  const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
+  const bool has_tile_list = options.tile_list != nullptr;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTileList(shape, tiling, args.slices, has_tile_list,
+                                                options.workspace, args.max_logits,
+                                                options.stream));
+  if (shape.q_len == 0) return {};
+  ForwardParams params;
+  params.work = MakeWork(shape, tiling, args.slices, options, num_packs,
+                         PacksPerSection(shape, packs_per_kv_head),
+                         /*is_ready=*/has_tile_list);
+  // Without keys, these are described but never read.
+  const void* k = args.k == nullptr ? args.q : args.k;
+  const void* v = args.v == nullptr ? args.q : args.v;
+  JAX_MAGI_RETURN_IF_BAD(
+      MakeTensorMaps(shape.batch, {{args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
+                                    Config::kBlockN, 1, &params.k_map},
+                                   {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
+                                    Config::kBlockN, 1, &params.v_map}}));
+  for (int more = 0; more < ForwardParams::kNumPacks; ++more) {
+    if (Log2Pack<Config>(tiling.num_rows >> more, group) < log2_pack + more) break;
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+        shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads, shape.head_dim,
+                       tiling.num_rows >> more, pack << more, &params.q_map[more]}}));
+  }
+  params.q_len = static_cast<int>(shape.q_len);
+  params.num_q_heads = static_cast<int>(shape.num_q_heads);
+  params.group = group;
+  params.value_dim = static_cast<int>(shape.value_dim);
+  params.log2_pack = log2_pack;
+  params.packs_per_kv_head = packs_per_kv_head;
+  params.softmax_scale = args.params.softmax_scale;
+  params.softcap = args.params.softcap;
+  params.sink = args.sink;
+  params.out = args.out;
+  params.is_out_float = args.out_dtype == DType::kF32;
+  params.lse = args.lse;
+  params.max_logits = args.max_logits;
+
+  constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
+  return LaunchPersistent(ForwardKernel<Config>, params, Config::kNumThreads, kSharedBytes,
+                          MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
+}
+
+// Whether tiles of 128 rows are at least as good as such of 192. Neither batch nor heads count:
+// they may be sharded after the tile list was made.
+inline bool PrefersSmallTiles(const AttentionShape& shape) {
+  const auto num_tiles = [&](int64_t num_rows) { return (shape.q_len + num_rows - 1) / num_rows; };
+  return 3 * num_tiles(128) <= 4 * num_tiles(192);  // A small one takes about 3/4 of the time.
+}
+
+// Calls use() with the configuration for the call.
+template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, typename Use>
+auto WithTileFor(const AttentionShape& shape, Use use) {
+  if constexpr (kHeadDim == 64) {
+    using Small = ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true>;
+    if (PrefersSmallTiles(shape)) return use(Small());
+  }
+  return use(ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap>());
+}
+template <int kHeadDim, int kValueDim, typename Element, typename Use>
+auto WithConfig(const AttentionShape& shape, bool has_softcap, Use use) {
+  return has_softcap ? WithTileFor<kHeadDim, kValueDim, Element, true>(shape, use)
+                     : WithTileFor<kHeadDim, kValueDim, Element, false>(shape, use);
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
+                                                            const LaunchOptions& options) {
+  return WithConfig<kHeadDim, kValueDim, Element>(
+      args.shape, args.params.softcap != 0.0f,
+      [&](auto config) { return LaunchForward<decltype(config)>(args, options); });
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
+                                                              bool has_softcap) {
+  return WithConfig<kHeadDim, kValueDim, Element>(
+      shape, has_softcap, [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_FORWARD_LAUNCH_CUH_

@@ -1,0 +1,76 @@
+// What launching either kernel takes.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_LAUNCH_CUH_
+
+#include <algorithm>
+
+#include "cc/cuda/attention/attention.h"
+#include "cc/cuda/attention/early_launch.h"
+#include "cc/cuda/attention/pipeline.cuh"
+#include "cc/cuda/attention/tensor_map.h"
+
+#define JAX_MAGI_RETURN_IF_BAD(expression) \
+  if (const Status status = (expression); status.message != nullptr) return status
+
+namespace jax_magi::cuda {
+
+// Says what work there is: each tile for `num_packs` packs of heads. Where it is not ready, the
+// kernel before makes the list of tiles, or what the producer loads first.
+inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                           const LaunchOptions& options, int num_packs, int packs_per_section,
+                           bool is_ready) {
+  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  WorkParams work;
+  work.slices = slices;
+  work.num_slices = static_cast<int>(shape.num_slices);
+  work.num_rows = NumRows(shape, tiling);
+  work.num_columns = NumColumns(shape, tiling);
+  work.list = options.tile_list != nullptr ? reinterpret_cast<const TileList*>(options.tile_list)
+                                           : reinterpret_cast<const TileList*>(counter + 1);
+  work.counter = counter;
+  work.is_ready = is_ready;
+  work.num_repeats = shape.shared_slices ? static_cast<uint32_t>(shape.batch) : 1;
+  work.packs_per_section = packs_per_section;
+  work.work_per_tile = work.num_repeats * num_packs;
+  work.section_work_per_tile = work.num_repeats * packs_per_section;
+  return work;
+}
+
+// Launches a persistent kernel that may come up before the one that prepares its work has ended.
+template <typename Params>
+Status LaunchPersistent(void (*kernel)(Params), const Params& params, int num_threads,
+                        size_t shared_bytes, int64_t max_work, const LaunchOptions& options) {
+  int device, num_sms;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  const int num_blocks = static_cast<int>(
+      std::clamp<int64_t>(num_sms - options.sm_margin, 1, std::max<int64_t>(max_work, 1)));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      LaunchEarly(kernel, num_blocks, num_threads, shared_bytes, options.stream, params));
+  return {};
+}
+
+// A tensor for TMA, and the boxes it is moved in.
+struct TensorBox {
+  DType dtype;
+  const void* data;
+  int64_t length, heads, dim;
+  int box_rows, box_heads;
+  CUtensorMap* map;
+};
+
+inline Status MakeTensorMaps(int64_t batch, std::initializer_list<TensorBox> tensors) {
+  for (const TensorBox& t : tensors) {
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMap(t.dtype, t.data, batch, t.length, t.heads, t.dim,
+                                         t.box_rows, t.box_heads, t.map));
+  }
+  return {};
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_LAUNCH_CUH_

@@ -1,0 +1,171 @@
+// What the kernels' producers and consumers share: rings of shared memory, the walk over work and
+// over the slices of a tile.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_
+
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/tile_list.h"
+
+namespace jax_magi::cuda {
+
+// A kernel's work: each tile of the list, for each batch element that it serves, for each pack of
+// query heads that a block of threads takes at once.
+struct WorkParams {
+  const Slice* slices;
+  int num_slices, num_rows, num_columns;
+  const TileList* list;
+  WorkCounter* counter;
+  bool is_ready;  // Else the kernel before makes the list, or what is loaded first.
+  // With shared slices, the list's tiles serve this many batch elements; else it names them itself.
+  uint32_t num_repeats;
+  uint32_t packs_per_section;  // Worked on at once.
+  uint32_t work_per_tile;      // num_repeats for each pack; in all, and in a section.
+  uint32_t section_work_per_tile;
+};
+
+// One block of columns, as the producer hands it on.
+struct alignas(16) BlockInfo {
+  Slice slice;
+  int32_t begin;
+  int32_t flags;
+};
+enum BlockFlag { kMasked = 1, kLast = 2 };
+
+// Position in a ring of stages. The phase flips at each turn of the ring.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// One thread arrives for its warp.
+__device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
+  __syncwarp();
+  if (thread % 32 == 0) Arrive(barrier);
+}
+
+// One thread of the warp reads, and tells the others: it may then arrive for them.
+template <typename T>
+__device__ __forceinline__ T LoadByWarp(const T& source) {
+  static_assert(sizeof(T) % 4 == 0, "a shuffle is of words");
+  T result;
+  auto* to = reinterpret_cast<int*>(&result);
+  const auto* from = reinterpret_cast<const int*>(&source);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i) {
+    to[i] = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? from[i] : 0, 0);
+  }
+  return result;
+}
+
+// A ring's barriers: `full` completes with so many arrivals of the producer, `empty` of consumers:
+// of every thread where all have read words of the stage, else of a thread for each warp.
+template <int kStages>
+__device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
+                                         int full_arrivals, int empty_arrivals) {
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    InitBarrier(&full[i], full_arrivals);
+    InitBarrier(&empty[i], empty_arrivals);
+  }
+}
+
+// Producers have few registers: what they know of the tile stays in shared memory.
+struct WorkItem {
+  Tile tile;
+  uint32_t pack, number;
+  int32_t slice;
+  Range columns;
+  int32_t first_head, num_heads;  // That are worked on in turn.
+  int32_t head;                   // That is being worked on.
+  int32_t remaining;              // Blocks, of all heads.
+  uint32_t num_done;              // Tiles before this one.
+};
+
+// Calls load() for the work of this block of threads, which it finds in `item`. For one warp.
+template <typename Load>
+__device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
+                                            Load load) {
+  if (!params.is_ready) WaitForPreviousKernel();
+  if (lane == 0) {
+    item.number = blockIdx.x;
+    item.num_done = 0;
+  }
+  __syncwarp();
+  while (item.number < params.list->num_tiles * params.work_per_tile) {
+    // Sections one after the other; in each, packs of heads side by side.
+    const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
+    uint32_t index = item.number % per_section;
+    const uint32_t pack =
+        item.number / per_section * params.packs_per_section + index % params.packs_per_section;
+    index /= params.packs_per_section;
+    if (lane == 0) {
+      const Tile* tile = params.list->tiles() + index / params.num_repeats;
+#pragma unroll 1  // Registers.
+      for (int i = 0; i < 2; ++i) {
+        reinterpret_cast<int4*>(&item.tile)[i] = reinterpret_cast<const int4*>(tile)[i];
+      }
+      item.pack = pack;
+      item.tile.batch += index % params.num_repeats;
+    }
+    __syncwarp();
+    load();
+    WaitForPreviousKernel();  // It resets the counter.
+    // Consumers are a few blocks behind: there is time for the trip to memory.
+    if (lane == 0) {
+      item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
+      ++item.num_done;
+    }
+    __syncwarp();
+  }
+  LetNextKernelStart();
+}
+
+// Slice `i` of the tile's list.
+template <bool kByKeys>
+__device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const Tile& tile, int i) {
+  const Slice* slices =
+      params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
+  return LoadSlice(slices, i, params.num_rows, params.num_columns, kByKeys);
+}
+
+// Whether every row of the tile sees every column of a block.
+__device__ __forceinline__ bool IsClean(const Slice& slice, const Tile& tile, int begin,
+                                        int num_columns) {
+  const Range rows{tile.begin, tile.begin + tile.num_rows};
+  if (rows.begin < slice.q_begin || rows.end > slice.q_end) return false;
+  const Range clean = CleanKeys(slice, rows);
+  return clean.begin <= begin && begin + num_columns <= clean.end;
+}
+
+// Calls walk(slice, columns) for each slice that touches the tile, by its index, with the columns
+// that some row sees. Lanes look at 32 slices at once.
+template <bool kByKeys, typename Walk>
+__device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Tile& tile, int lane,
+                                             Walk walk) {
+  for (int first = tile.slice_begin; first < tile.slice_end; first += 32) {
+    Range touched{0, 0};
+    if (first + lane < tile.slice_end) {
+      const Slice slice = LoadTileSlice<kByKeys>(params, tile, first + lane);
+      const Range rows =
+          Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
+      if (rows.begin < rows.end) touched = TouchedKeys(slice, rows);
+    }
+    for (unsigned hits = __ballot_sync(~0u, touched.begin < touched.end); hits; hits &= hits - 1) {
+      const int owner = __ffs(hits) - 1;
+      walk(first + owner,
+           Range{__shfl_sync(~0u, touched.begin, owner), __shfl_sync(~0u, touched.end, owner)});
+    }
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_

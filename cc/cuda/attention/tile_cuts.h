@@ -1,0 +1,103 @@
+// How rows are cut into tiles: what host and device do alike when they make a list.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
+#define JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
+
+#include "cc/cuda/attention/tile_list.h"
+
+namespace jax_magi::cuda {
+
+// A divisor of numbers from 0 to 2^31 - 1. A division takes a GPU long, a multiplication does not:
+// with `multiplier` = 2^(31 + shift) / divisor, rounded up, the quotient is exact, as the error is
+// below 2^-31 of a divisor.
+struct Divisor {
+  uint32_t divisor, multiplier;
+  int shift = 0;
+
+  explicit Divisor(int divisor) : divisor(divisor) {
+    while ((int64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
+  }
+  JAX_MAGI_INLINE int Divide(int a) const {
+    return static_cast<int>(static_cast<uint64_t>(a) * multiplier >> (31 + shift));
+  }
+  JAX_MAGI_INLINE int CeilDivide(int a) const { return Divide(static_cast<int>(a + divisor - 1)); }
+};
+
+// What is cut.
+struct CutArgs {
+  int num_lists;  // Slice lists: one for each batch element, or one for all.
+  int num_rows, num_columns, num_slices;
+  bool by_keys;
+  Divisor tile_rows, block_columns;
+  Divisor candidates_per_list;  // For cuts: the first row, and both ends of each slice.
+  const Slice* slices;
+
+  CutArgs(const AttentionShape& shape, const Tiling& tiling, const Slice* slices)
+      : num_lists(shape.shared_slices ? 1 : static_cast<int>(shape.batch)),
+        num_rows(NumRows(shape, tiling)),
+        num_columns(NumColumns(shape, tiling)),
+        num_slices(static_cast<int>(shape.num_slices)),
+        by_keys(tiling.by_keys),
+        tile_rows(tiling.num_rows),
+        block_columns(tiling.num_columns),
+        candidates_per_list(static_cast<int>(2 * shape.num_slices + 1)),
+        slices(slices) {}
+
+  JAX_MAGI_INLINE const Slice* list(int batch) const {
+    return slices + int64_t{batch} * num_slices;
+  }
+  JAX_MAGI_INLINE int64_t num_candidates() const {
+    return int64_t{num_lists} * candidates_per_list.divisor;
+  }
+};
+
+// Rows between two cuts, and their tiles.
+struct Segment {
+  int batch, begin, end;
+  int first_tile, num_tiles;
+};
+
+// Row of a list's candidate `index` for a cut: 0 for the first, then both ends of each slice. 0
+// also stands for no cut.
+JAX_MAGI_INLINE int CutRow(const CutArgs& args, const Slice* slices, int index) {
+  if (index == 0) return 0;
+  const Slice slice =
+      LoadSlice(slices, (index - 1) / 2, args.num_rows, args.num_columns, args.by_keys);
+  if (slice.q_begin >= slice.q_end || slice.k_begin >= slice.k_end) return 0;
+  const int row = (index - 1) % 2 ? slice.q_end : slice.q_begin;
+  return row < args.num_rows ? row : 0;
+}
+
+// Whether a cut at `row` is made, where `previous` is the candidate before it. A shorter segment is
+// left together with its neighbour: many tiny documents would each pay for a whole tile.
+JAX_MAGI_INLINE bool IsCutKept(int previous, int row) {
+  constexpr int kShortestSegment = 64;
+  return row - previous >= kShortestSegment;
+}
+
+// Tile `i` of the list, which lies in `segment`: its rows, its slices, and the blocks they need.
+JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i) {
+  Tile tile{};
+  const int most_rows = static_cast<int>(args.tile_rows.divisor);
+  tile.batch = segment.batch;
+  tile.begin = segment.begin + (i - segment.first_tile) * most_rows;
+  tile.num_rows = Min(most_rows, segment.end - tile.begin);
+  const Slice* slices = args.list(tile.batch);
+  for (int s = 0; s < args.num_slices; ++s) {
+    const Slice slice = LoadSlice(slices, s, args.num_rows, args.num_columns, args.by_keys);
+    const Range rows =
+        Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
+    if (rows.begin >= rows.end) continue;
+    const Range columns = TouchedKeys(slice, rows);
+    if (columns.begin >= columns.end) continue;
+    if (tile.num_blocks == 0) tile.slice_begin = s;
+    tile.slice_end = s + 1;
+    tile.num_blocks += args.block_columns.CeilDivide(columns.end - columns.begin);
+  }
+  return tile;
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_

@@ -1,0 +1,205 @@
+#include <algorithm>
+
+#include "cc/cuda/attention/early_launch.h"
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/tile_cuts.h"
+#include "cc/cuda/attention/tile_list.h"
+
+namespace jax_magi::cuda {
+namespace {
+
+// Makes the sorted list of segments: a thread a candidate.
+// Returns their number. `rows` and `kept` are scratch.
+__device__ int MakeSegments(const CutArgs& args, Segment* segments, int* rows, int* kept) {
+  const int per_batch = args.candidates_per_list.divisor;
+  const int num_candidates = args.num_lists * per_batch;
+  const int thread = threadIdx.x;
+  const int batch = args.candidates_per_list.Divide(thread);
+  const int first = batch * per_batch;  // Of this batch element's candidates.
+  const int index = thread - first;
+  const bool is_candidate = thread < num_candidates;
+  if (is_candidate) {
+    rows[thread] = CutRow(args, args.list(batch), index);
+  }
+  __syncthreads();
+
+  const int row = is_candidate ? rows[thread] : 0;
+  bool is_kept = is_candidate && (index == 0 || row > 0);
+  int previous = 0;  // The cut before this one.
+  for (int i = 0; is_kept && index > 0 && i < per_batch; ++i) {
+    const int other = rows[first + i];
+    if (other < row) previous = Max(previous, other);
+    if (other == row && i < index) is_kept = false;  // The same cut twice.
+  }
+  if (index > 0 && !IsCutKept(previous, row)) is_kept = false;
+  kept[thread] = is_kept;
+  const int num_segments = __syncthreads_count(is_kept);
+
+  int rank = 0, next = args.num_rows, first_tile = 0;
+  if (is_kept) {
+    for (int i = 0; i < num_candidates; ++i) {
+      if (!kept[i]) continue;
+      const bool is_same = i >= first && i < first + per_batch;
+      if (i < first || (is_same && rows[i] < row)) ++rank;
+      if (is_same && rows[i] > row) next = Min(next, rows[i]);
+    }
+    segments[rank] = {batch, row, next, 0, args.tile_rows.CeilDivide(next - row)};
+  }
+  __syncthreads();
+  if (is_kept) {
+    for (int i = 0; i < rank; ++i) first_tile += segments[i].num_tiles;
+  }
+  __syncthreads();
+  if (is_kept) segments[rank].first_tile = first_tile;
+  __syncthreads();
+  return num_segments;
+}
+
+// The sum over threads before this one. `scratch` holds 32.
+__device__ int SumBefore(int x, int* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = x;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  int before = 0;  // Warps before this one.
+  for (int i = 0; i < warp; ++i) before += scratch[i];
+  return before + sum - x;
+}
+
+// Tiles are sorted by number of blocks; longer ones share the first bin.
+template <int kNumBins>
+__device__ int BinOf(const Tile& tile) {
+  return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
+}
+
+__device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logits) {
+  // This kernel came up while the one before it ended. The attention kernel may come up now: it
+  // waits for this one where it must, and all before it have ended.
+  WaitForPreviousKernel();
+  LetNextKernelStart();
+  for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
+  if (threadIdx.x == 0) counter->next_work = 0;
+}
+
+__global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max_logits) {
+  Reset(counter, max_logits, num_max_logits);
+}
+
+// One block of threads: cuts rows into tiles, then sorts them by counting, a thread a bin.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    TileListKernel(CutArgs args, WorkCounter* counter, Tile* unsorted, float* max_logits,
+                   int num_max_logits) {
+  __shared__ int bins[kThreads], rows[kThreads];
+  __shared__ Segment segments[kThreads];
+  Reset(counter, max_logits, num_max_logits);
+  TileList* list = reinterpret_cast<TileList*>(counter + 1);
+  const int thread = threadIdx.x;
+
+  // Too many candidates, and every list is one segment.
+  const bool is_cut = args.num_candidates() <= kThreads;
+  int num_segments = 0;
+  const int tiles_per_list = args.tile_rows.CeilDivide(args.num_rows);
+  int num_tiles = args.num_lists * tiles_per_list;
+  if (is_cut) {
+    num_segments = MakeSegments(args, segments, rows, bins);
+    const Segment& last = segments[num_segments - 1];
+    num_tiles = last.first_tile + last.num_tiles;
+  }
+  if (thread == 0) list->num_tiles = num_tiles;
+  __syncthreads();
+  bins[thread] = 0;
+  __syncthreads();
+
+  const auto make_tile = [&](int i) {
+    Segment segment;
+    if (is_cut) {
+      int low = 0;  // The last segment that begins at or before this tile.
+      for (int high = num_segments; high - low > 1;) {
+        const int middle = (low + high) / 2;
+        (segments[middle].first_tile <= i ? low : high) = middle;
+      }
+      segment = segments[low];
+    } else {
+      const int list = i / tiles_per_list;
+      segment = {list, 0, args.num_rows, list * tiles_per_list, tiles_per_list};
+    }
+    const Tile tile = CutTile(args, segment, i);
+    atomicAdd(&bins[BinOf<kThreads>(tile)], 1);
+    return tile;
+  };
+  for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
+  // A thread's first tile needs no memory.
+  Tile own{};
+  if (thread < num_tiles) own = make_tile(thread);
+  __syncthreads();
+  const int count = bins[thread];
+  bins[thread] = SumBefore(count, rows);  // To where each begins.
+  __syncthreads();
+  const auto put = [&](const Tile& tile) {
+    list->tiles()[atomicAdd(&bins[BinOf<kThreads>(tile)], 1)] = tile;
+  };
+  if (thread < num_tiles) put(own);
+  for (int i = thread + kThreads; i < num_tiles; i += kThreads) put(unsorted[i]);
+}
+
+}  // namespace
+
+std::vector<int32_t> MakeTileList(const AttentionShape& shape, const Tiling& tiling,
+                                  const Slice* slices) {
+  const CutArgs args(shape, tiling, slices);
+  std::vector<int> cuts;
+  for (int i = 0; i < static_cast<int>(args.candidates_per_list.divisor); ++i) {
+    cuts.push_back(CutRow(args, slices, i));
+  }
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  std::vector<int> kept{0};
+  for (size_t i = 1; i < cuts.size(); ++i) {
+    if (IsCutKept(cuts[i - 1], cuts[i])) kept.push_back(cuts[i]);
+  }
+  kept.push_back(args.num_rows);
+
+  std::vector<Tile> tiles;
+  for (size_t i = 0; i + 1 < kept.size(); ++i) {
+    const int first = static_cast<int>(tiles.size());
+    const int count = args.tile_rows.CeilDivide(kept[i + 1] - kept[i]);
+    const Segment segment{/*batch=*/0, kept[i], kept[i + 1], first, count};
+    for (int tile = first; tile < first + count; ++tile) {
+      tiles.push_back(CutTile(args, segment, tile));
+    }
+  }
+  std::stable_sort(tiles.begin(), tiles.end(),
+                   [](const Tile& a, const Tile& b) { return a.num_blocks > b.num_blocks; });
+  std::vector<int32_t> words(sizeof(TileList) / 4 + tiles.size() * sizeof(Tile) / 4);
+  auto* list = reinterpret_cast<TileList*>(words.data());
+  list->num_tiles = static_cast<int>(tiles.size());
+  std::copy(tiles.begin(), tiles.end(), list->tiles());
+  return words;
+}
+
+cudaError_t PrepareTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                            bool has_tile_list, void* workspace, float* max_logits,
+                            cudaStream_t stream) {
+  auto* counter = static_cast<WorkCounter*>(workspace);
+  const int num_max_logits =
+      max_logits == nullptr ? 0 : static_cast<int>(shape.batch * shape.num_q_heads);
+  if (has_tile_list) {
+    return LaunchEarly(ResetKernel, 1, 128, 0, stream, counter, max_logits, num_max_logits);
+  }
+  const CutArgs args(shape, tiling, slices);
+  Tile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
+  // The attention kernel waits for the list: few threads are the quickest where they are enough.
+  constexpr int kFew = 128, kMany = 1024;
+  const bool is_small = args.num_candidates() <= kFew && MaxTiles(shape, tiling) <= kFew &&
+                        CeilDiv(args.num_columns, tiling.num_columns) < kFew;
+  const auto kernel = is_small ? TileListKernel<kFew> : TileListKernel<kMany>;
+  return LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args, counter, unsorted,
+                     max_logits, num_max_logits);
+}
+
+}  // namespace jax_magi::cuda

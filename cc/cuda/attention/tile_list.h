@@ -1,0 +1,98 @@
+// The kernels' work lists: tiles of query rows (forward) or of keys (backward), the heaviest first.
+// For the backward kernel the mask is transposed; below, "rows" are what tiles are made of, and
+// "columns" the other side.
+//
+// A traced mask is only known on the device, where one small kernel makes the list before each
+// call. A concrete one gets its list on the host, once, when the call is traced.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
+#define JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
+
+#include <cuda_runtime.h>
+
+#include <vector>
+
+#include "cc/attention.h"
+
+namespace jax_magi::cuda {
+
+// A tile of rows of one slice list, for all heads.
+struct alignas(32) Tile {
+  int32_t batch;  // 0 where the whole batch shares its slices, and so its tiles.
+  int32_t begin, num_rows;
+  int32_t num_blocks;              // Blocks of columns that some row sees, over all slices.
+  int32_t slice_begin, slice_end;  // All slices that touch the tile lie here.
+  int32_t padding[2];
+};
+
+// The tiles follow.
+struct alignas(32) TileList {
+  int32_t num_tiles;
+  int32_t padding[7];
+
+  JAX_MAGI_INLINE const Tile* tiles() const { return reinterpret_cast<const Tile*>(this + 1); }
+  JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
+};
+
+// What a call needs besides: it stands at the workspace's beginning, before the list of a traced
+// mask.
+struct alignas(32) WorkCounter {
+  int32_t next_work;  // Handed out by atomic addition.
+  int32_t padding[7];
+};
+
+// How a variant of a kernel cuts the score matrix.
+struct Tiling {
+  int num_rows;     // Of a tile.
+  int num_columns;  // Of a block.
+  bool by_keys;     // Rows are keys.
+
+  // Tells lists of this tiling from others: programs may outlive the build that made their list.
+  int32_t stamp() const {
+    constexpr int32_t kVersion = 1;  // To be raised when TileList or Tile changes its meaning.
+    return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + num_columns;
+  }
+};
+
+inline int NumRows(const AttentionShape& shape, const Tiling& tiling) {
+  return static_cast<int>(tiling.by_keys ? shape.k_len : shape.q_len);
+}
+inline int NumColumns(const AttentionShape& shape, const Tiling& tiling) {
+  return static_cast<int>(tiling.by_keys ? shape.q_len : shape.k_len);
+}
+
+JAX_MAGI_INLINE int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+
+// Tiles are cut where slices begin and end, so that a packed document costs what it would alone.
+inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
+  return (shape.shared_slices ? 1 : shape.batch) *
+         (CeilDiv(NumRows(shape, tiling), tiling.num_rows) + 2 * shape.num_slices);
+}
+
+// Bytes of workspace. A list that is made in it takes twice its size: sorted and not.
+inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling,
+                             bool has_tile_list) {
+  const int64_t list = sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(Tile);
+  return sizeof(WorkCounter) + (has_tile_list ? 0 : list);
+}
+
+// Slice `i` as the kernels see it: rows first, and inside the arrays.
+JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
+                                bool by_keys) {
+  return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
+}
+
+// The list as words of a TileList, for slices that the whole batch shares.
+std::vector<int32_t> MakeTileList(const AttentionShape& shape, const Tiling& tiling,
+                                  const Slice* slices);
+
+// Prepares a call on the stream: resets the counter, fills max_logits with -inf and, where there is
+// no list yet, makes it in the workspace. The kernel after it may start at once, and must wait for
+// it with griddepcontrol.wait.
+cudaError_t PrepareTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                            bool has_tile_list, void* workspace, float* max_logits,
+                            cudaStream_t stream);
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_

@@ -1,0 +1,72 @@
+// The part of a mask that belongs to a row of scores, in vectors like those of the row.
+
+#ifndef JAX_MAGI_CUDA_SOFTMAX_ROW_MASK_CUH_
+#define JAX_MAGI_CUDA_SOFTMAX_ROW_MASK_CUH_
+
+#include "cc/cuda/softmax/row_vectors.cuh"
+#include "cc/softmax.h"
+
+namespace jax_magi::cuda {
+
+// Mask elements are uint8_t (a boolean), what x has, or float; or there is none.
+struct NoMask {};
+
+// Where a thread's row is.
+struct RowPlace {
+  bool is_active;  // Else it has no row, and takes part in reductions only.
+  uint32_t row;    // In [batch, heads, q_len].
+  uint32_t batch, head, q;
+};
+
+// The mask's row, as elements of type Mask.
+template <typename Mask>
+struct MaskRow {
+  const Mask* data;
+  bool is_broadcast;  // One element for all columns.
+  bool is_aligned;    // A vector of x has its mask in one aligned piece.
+};
+
+template <typename Mask, int kSize>
+__device__ __forceinline__ MaskRow<Mask> GetMaskRow(const SoftmaxMask& mask, const RowPlace& place,
+                                                    const Row<kSize>& row) {
+  const int64_t begin =
+      place.batch * mask.batch_stride + place.head * mask.head_stride + place.q * mask.row_stride;
+  const bool is_broadcast = mask.column_stride == 0;
+  return {static_cast<const Mask*>(mask.data) + begin, is_broadcast,
+          !is_broadcast && (begin - row.shift) % kSize == 0};
+}
+
+// The mask of vectors first, first + kThreads, ...
+template <typename Mask, int kThreads, int kSize, int kVectors, int kWords>
+__device__ __forceinline__ void LoadMask(const MaskRow<Mask>& mask, const Row<kSize>& row,
+                                         int first, uint32_t (&words)[kVectors][kWords]) {
+  static_assert(kWords * 4 == kSize * sizeof(Mask));
+  const Range whole = mask.is_aligned ? Intersect(row.touched, row.inside) : Range{0, 0};
+  const Range loaded = {whole.begin, Max(whole.begin, whole.end)};
+  const Mask* own = mask.data + row.Column(first);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[i][w] = 0;
+    if (Contains(loaded, first + i * kThreads)) {
+      LoadWords<Reuse::kSoon>(own + i * kThreads * kSize, words[i]);
+    }
+  }
+  if (mask.is_aligned && row.IsAligned()) return;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (Contains(loaded, v) || !Contains(row.touched, v)) continue;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      const int column = row.Column(v) + e;
+      if (Contains(row.visible, column)) {
+        PutElement(mask.data[mask.is_broadcast ? 0 : column], e, words[i]);
+      }
+    }
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_SOFTMAX_ROW_MASK_CUH_

@@ -1,0 +1,230 @@
+// Rows of an array in memory as 16-byte vectors, at any alignment.
+//
+// Rows follow each other without padding, so a row may begin inside a vector and end inside one. It
+// is read in the aligned vectors that cover it, and what lies outside it is ignored; it is written
+// in whole vectors where they lie inside it, and element by element at its two edges.
+
+#ifndef JAX_MAGI_CUDA_SOFTMAX_ROW_VECTORS_CUH_
+#define JAX_MAGI_CUDA_SOFTMAX_ROW_VECTORS_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cc/mask.h"
+
+namespace jax_magi::cuda {
+
+template <typename Element>
+constexpr int kVectorSize = 16 / sizeof(Element);
+
+// --- Elements in 32-bit words; all indices are known when a loop is unrolled ---
+
+template <typename Element, int kWords>
+__device__ __forceinline__ float GetElement(const uint32_t (&words)[kWords], int i) {
+  if constexpr (sizeof(Element) == 4) {
+    return __uint_as_float(words[i]);
+  } else if constexpr (sizeof(Element) == 1) {  // A boolean.
+    return (words[i / 4] >> (8 * (i % 4))) & 0xff ? 1.0f : 0.0f;
+  } else {
+    const uint32_t pair = words[i / 2];
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+    } else {
+      const float2 floats = __half22float2(reinterpret_cast<const __half2&>(pair));
+      return i % 2 ? floats.y : floats.x;
+    }
+  }
+}
+
+// Where the bits of element i were zero.
+template <typename Element, int kWords>
+__device__ __forceinline__ void PutElement(Element value, int i, uint32_t (&words)[kWords]) {
+  constexpr int kPerWord = 4 / sizeof(Element);
+  uint32_t bits = 0;
+  memcpy(&bits, &value, sizeof(Element));
+  words[i / kPerWord] |= bits << (8 * sizeof(Element) * (i % kPerWord));
+}
+
+template <typename Element>
+__device__ __forceinline__ uint4 PackVector(const float (&x)[kVectorSize<Element>]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(Element) == 4) {
+      words[i] = __float_as_uint(x[i]);
+    } else if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    } else {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      words[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Whether what is read now is read again. Never the read-only path: a kernel may write its result
+// over its input.
+enum class Reuse { kNone, kSoon };
+
+template <Reuse kReuse, typename Words>
+__device__ __forceinline__ Words Load(const Words* p) {
+  return kReuse == Reuse::kNone ? __ldcs(p) : *p;
+}
+
+template <Reuse kReuse, int kWords>
+__device__ __forceinline__ void LoadWords(const void* p, uint32_t (&words)[kWords]) {
+  if constexpr (kWords == 1) {
+    words[0] = Load<kReuse>(static_cast<const uint32_t*>(p));
+  } else if constexpr (kWords == 2) {
+    const uint2 x = Load<kReuse>(static_cast<const uint2*>(p));
+    words[0] = x.x, words[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 x = Load<kReuse>(static_cast<const uint4*>(p) + i);
+      words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
+    }
+  }
+}
+
+// --- Rows ---
+
+__device__ __forceinline__ bool Contains(Range range, int i) {
+  // One unsigned comparison tests both ends.
+  return static_cast<unsigned>(i - range.begin) < static_cast<unsigned>(range.end - range.begin);
+}
+
+// The vectors that cover one row, and what is visible of it. Vector v holds the columns from
+// Column(v) on; those before 0 and from `length` on are other rows'.
+template <int kSize>
+struct Row {
+  int64_t begin = 0;  // Of vector 0 in the array: a multiple of kSize.
+  int shift = 0;      // Elements of vector 0 that come before the row.
+  int length = 0;
+  int count = 0;           // Of vectors.
+  int num_in_array = 0;    // Of vectors, from 0 on, that the array does not end in.
+  Range visible = {0, 0};  // Columns.
+  // Vectors. Each range's end is not before its begin.
+  Range inside = {0, 0};   // All of it is this row's.
+  Range touched = {0, 0};  // Some of it is visible.
+  Range clean = {0, 0};    // All of it is visible.
+
+  __device__ __forceinline__ int Column(int v) const { return v * kSize - shift; }
+  __device__ __forceinline__ bool IsAligned() const { return inside.end == count && shift == 0; }
+};
+
+template <int kSize>
+__device__ __forceinline__ Row<kSize> MakeRow(int64_t row, int length, int64_t num_elements,
+                                              Range visible) {
+  // From ends in elements, counted from vector 0, to the vectors they cut off.
+  const auto outward = [](int begin, int end) {
+    return Range{begin / kSize, (end + kSize - 1) / kSize};
+  };
+  const auto inward = [](int begin, int end) {
+    const int first = (begin + kSize - 1) / kSize;
+    return Range{first, Max(end / kSize, first)};
+  };
+  Row<kSize> r;
+  const int64_t first = row * length;
+  r.shift = static_cast<int>(first % kSize);
+  r.begin = first - r.shift;
+  r.length = length;
+  r.count = outward(0, r.shift + length).end;
+  const int64_t num_left = (num_elements - r.begin) / kSize;
+  r.num_in_array = num_left < r.count ? static_cast<int>(num_left) : r.count;
+  r.inside = inward(r.shift, r.shift + length);
+  if (visible.begin < visible.end) {
+    r.visible = visible;
+    r.touched = outward(r.shift + visible.begin, r.shift + visible.end);
+    r.clean = inward(r.shift + visible.begin, r.shift + visible.end);
+  }
+  return r;
+}
+
+// Vectors first, first + kThreads, ... of an array of Element: those that are touched.
+template <typename Element, int kThreads, Reuse kReuse, int kVectors>
+__device__ __forceinline__ void LoadVectors(const Element* array,
+                                            const Row<kVectorSize<Element>>& row, int first,
+                                            uint32_t (&words)[kVectors][4]) {
+  constexpr int kSize = kVectorSize<Element>;
+  const Element* vectors = array + row.begin;
+  const Element* own = vectors + first * int64_t{kSize};
+  const Range loaded = {row.touched.begin,
+                        Max(row.touched.begin, Min(row.touched.end, row.num_in_array))};
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    words[i][0] = words[i][1] = words[i][2] = words[i][3] = 0;
+    if (Contains(loaded, first + i * kThreads)) {
+      LoadWords<kReuse>(own + i * kThreads * kSize, words[i]);
+    }
+  }
+  if (row.num_in_array == row.count) return;
+  // The array's last elements do not fill a vector.
+  const int last = row.num_in_array;
+  uint32_t rest[4] = {};
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) {
+    if (row.Column(last) + e < row.length) {
+      PutElement(vectors[last * int64_t{kSize} + e], e, rest);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (first + i * kThreads != last) continue;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[i][w] = rest[w];
+  }
+}
+
+// Writes vectors first, first + kThreads, ... of a row: `value(i, e)` is element e of vector i of
+// these. Columns that are not visible become zero.
+template <typename Element, int kThreads, int kVectors, typename Value>
+__device__ __forceinline__ void StoreVectors(Element* array, const Row<kVectorSize<Element>>& row,
+                                             int first, const Value& value) {
+  constexpr int kSize = kVectorSize<Element>;
+  Element* own = array + row.begin + first * int64_t{kSize};
+  const auto get = [&](int i, int v, float (&x)[kSize]) {
+    const bool is_touched = Contains(row.touched, v);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) x[e] = is_touched ? value(i, e) : 0.0f;
+    if (is_touched && !Contains(row.clean, v)) {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        x[e] = Contains(row.visible, row.Column(v) + e) ? x[e] : 0.0f;
+      }
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (Contains(row.inside, v)) {
+      float x[kSize];
+      get(i, v, x);
+      __stcs(reinterpret_cast<uint4*>(own + i * kThreads * kSize), PackVector<Element>(x));
+    }
+  }
+  if (row.IsAligned()) return;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (v < row.count && !Contains(row.inside, v)) {
+      float x[kSize];
+      get(i, v, x);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        if (Contains({0, row.length}, row.Column(v) + e)) {
+          own[i * kThreads * kSize + e] = static_cast<Element>(x[e]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_SOFTMAX_ROW_VECTORS_CUH_

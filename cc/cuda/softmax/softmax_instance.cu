@@ -1,0 +1,146 @@
+// The softmax kernels of one element type: JAX_MAGI_VARIANT.
+
+#include <algorithm>
+#include <limits>
+
+#include "cc/cuda/softmax/softmax.h"
+#include "cc/cuda/softmax/softmax_kernels.cuh"
+
+namespace jax_magi::cuda {
+namespace {
+
+constexpr int kLongThreads = 512;
+
+template <DType kDType>
+using ElementOf =
+    std::conditional_t<kDType == DType::kF32, float,
+                       std::conditional_t<kDType == DType::kBF16, __nv_bfloat16, __half>>;
+
+RowsParams GetRowsParams(const SoftmaxShape& shape) {
+  const Slice band = shape.band();
+  // Whether some row sees less than all columns.
+  const bool is_banded = band.lo > -shape.q_len + 1 || band.hi < shape.k_len - 1;
+  return {static_cast<uint32_t>(shape.num_rows()),
+          static_cast<int>(shape.q_len),
+          static_cast<int>(shape.k_len),
+          shape.num_rows() * shape.k_len,
+          band,
+          is_banded};
+}
+
+// The most vectors that cover a row, wherever it begins.
+template <typename Element>
+int64_t MaxVectors(int64_t k_len) {
+  constexpr int kSize = kVectorSize<Element>;
+  return k_len % kSize == 0 ? k_len / kSize : (k_len + 2 * kSize - 2) / kSize;
+}
+
+template <typename Params>
+Status Launch(void (*kernel)(Params), const Params& params, int threads_per_row,
+              cudaStream_t stream) {
+  const int num_threads = BlockThreads(threads_per_row);
+  const uint32_t rows_per_block = num_threads / threads_per_row;
+  const uint32_t num_blocks = (params.rows.num_rows - 1) / rows_per_block + 1;
+  kernel<<<num_blocks, num_threads, 0, stream>>>(params);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  return {};
+}
+
+// How a row is spread: over so many threads, with so many vectors each.
+template <int kThreads_, int kVectors_>
+struct Spread {
+  static constexpr int kThreads = kThreads_, kVectors = kVectors_;
+};
+
+template <typename... kSpreads>
+struct SpreadList {};
+
+// A warp a row where it can be: its reductions need no barrier. Beyond, eight vectors a thread; but
+// where there is but one array to read, four, as more threads hide each other's barriers.
+using Spreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>, Spread<32, 8>,
+                           Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
+using SpreadsOfOneArray = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
+                                     Spread<64, 4>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
+
+template <typename Mask>
+using ForwardSpreads = std::conditional_t<std::is_same_v<Mask, NoMask>, SpreadsOfOneArray, Spreads>;
+
+// Calls `launch` with the first spread that holds a row; with no vectors if none does.
+template <typename LaunchFn, typename First, typename... Rest>
+Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchFn& launch) {
+  if (num_vectors <= First::kThreads * First::kVectors) return launch(First{});
+  if constexpr (sizeof...(Rest) > 0) {
+    return WithSpread(SpreadList<Rest...>{}, num_vectors, launch);
+  } else {
+    return launch(Spread<kLongThreads, 0>{});
+  }
+}
+
+template <typename Element, typename Mask>
+Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
+  return WithSpread(
+      ForwardSpreads<Mask>{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
+        constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
+        if constexpr (kVectors == 0) {
+          return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads,
+                        stream);
+        } else {
+          return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>, params, kThreads,
+                        stream);
+        }
+      });
+}
+
+}  // namespace
+
+template <DType kDType>
+Status SoftmaxVariant<kDType>::Forward(const SoftmaxForwardArgs& args, cudaStream_t stream) {
+  using Element = ElementOf<kDType>;
+  const SoftmaxShape& shape = args.shape;
+  const SoftmaxMask& mask = args.mask;
+  int64_t num_sharing = 1;
+  if (mask.kind != MaskKind::kNone && mask.head_stride == 0) {
+    num_sharing = mask.batch_stride == 0 ? shape.batch * shape.heads : shape.heads;
+  }
+  ScoreScale scale = GetScoreScale(args);
+  scale.after = std::min(scale.after * kLog2E, std::numeric_limits<float>::max());
+  const SoftmaxForwardParams params{GetRowsParams(shape),
+                                    mask,
+                                    static_cast<uint32_t>(shape.heads),
+                                    static_cast<uint32_t>(num_sharing),
+                                    scale,
+                                    args.x,
+                                    args.offset,
+                                    args.offset_batch_stride,
+                                    args.y,
+                                    args.offset_probability};
+  switch (mask.kind) {
+    case MaskKind::kNone:
+      return LaunchForward<Element, NoMask>(params, stream);
+    case MaskKind::kBool:
+      return LaunchForward<Element, uint8_t>(params, stream);
+    case MaskKind::kAdditive:
+      break;
+  }
+  return mask.dtype == kDType ? LaunchForward<Element, Element>(params, stream)
+                              : LaunchForward<Element, float>(params, stream);
+}
+
+template <DType kDType>
+Status SoftmaxVariant<kDType>::Backward(const SoftmaxBackwardArgs& args, cudaStream_t stream) {
+  using Element = ElementOf<kDType>;
+  const SoftmaxBackwardParams params{
+      GetRowsParams(args.shape), args.scale, args.y, args.dy, args.dx, args.dot};
+  return WithSpread(Spreads{}, MaxVectors<Element>(args.shape.k_len), [&](auto spread) {
+    constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
+    if constexpr (kVectors == 0) {
+      return Launch(LongSoftmaxBackwardKernel<Element, kThreads>, params, kThreads, stream);
+    } else {
+      return Launch(SoftmaxBackwardKernel<Element, kThreads, kVectors>, params, kThreads, stream);
+    }
+  });
+}
+
+template struct SoftmaxVariant<JAX_MAGI_VARIANT>;
+
+}  // namespace jax_magi::cuda

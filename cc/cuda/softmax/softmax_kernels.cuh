@@ -1,0 +1,359 @@
+// Softmax of rows, forward and backward.
+//
+// Both are bound by memory, so everything here is about reading each element once, in 16-byte
+// vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp,
+// one or two warps, or a block. Each loads its kVectors vectors before it uses any, and keeps them
+// in registers. Rows too long for that are read twice, in chunks.
+
+#ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
+#define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
+
+#include "cc/cuda/arithmetic.cuh"
+#include "cc/cuda/softmax/row_mask.cuh"
+#include "cc/cuda/softmax/row_vectors.cuh"
+#include "cc/softmax.h"
+
+namespace jax_magi::cuda {
+
+// What both passes know of the rows.
+struct RowsParams {
+  uint32_t num_rows;
+  int q_len, k_len;
+  int64_t num_elements;
+  Slice band;
+  bool is_banded;
+};
+
+struct SoftmaxForwardParams {
+  RowsParams rows;
+  SoftmaxMask mask;
+  uint32_t heads;
+  // So many rows use the same row of the mask, and are worked on one after the other: it is then
+  // read from memory once.
+  uint32_t num_sharing;
+  ScoreScale scale;
+  const void* x;
+  const float* offset;
+  int64_t offset_batch_stride;
+  void* y;
+  float* offset_probability;
+};
+
+struct SoftmaxBackwardParams {
+  RowsParams rows;
+  float scale;
+  const void *y, *dy;
+  void* dx;
+  float* dot;
+};
+
+constexpr int BlockThreads(int threads_per_row) {
+  return threads_per_row < 128 ? 128 : threads_per_row;
+}
+
+// At least so many blocks share a multiprocessor. With fewer, too little memory traffic is on its
+// way while others compute; with more, there would be too few registers.
+constexpr int MinBlocks(int threads_per_row, int num_threads) {
+  return num_threads / BlockThreads(threads_per_row);
+}
+template <typename Mask, int kVectors>
+constexpr int kForwardThreads = std::is_same_v<Mask, NoMask> && kVectors <= 4 ? 1024 : 512;
+
+// --- Reductions over the threads of a row ---
+
+struct MaxOp {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct SumOp {
+  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+
+// The same in all threads of the row. A block calls this once for each Op: it has one array of
+// partial results for each, and does not wait until that has been read.
+template <int kThreads, typename Op>
+__device__ __forceinline__ float ReduceRow(float x, Op op) {
+#pragma unroll
+  for (int distance = (kThreads < 32 ? kThreads : 32) / 2; distance > 0; distance /= 2) {
+    x = op(x, __shfl_xor_sync(~0u, x, distance));
+  }
+  if constexpr (kThreads > 32) {
+    constexpr int kWarps = kThreads / 32;
+    __shared__ float partial[BlockThreads(kThreads) / 32];
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = partial[threadIdx.x / kThreads * kWarps + threadIdx.x % kWarps];
+#pragma unroll
+    for (int distance = kWarps / 2; distance > 0; distance /= 2) {
+      x = op(x, __shfl_xor_sync(~0u, x, distance));
+    }
+  }
+  return x;
+}
+
+// --- Forward ---
+
+template <int kThreads>
+__device__ __forceinline__ uint32_t RowIndex() {
+  constexpr int kRows = BlockThreads(kThreads) / kThreads;
+  return blockIdx.x * kRows + threadIdx.x / kThreads;
+}
+
+__device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, uint32_t index,
+                                            bool has_mask) {
+  RowPlace place{index < params.rows.num_rows, index, 0, 0, 0};
+  if (!has_mask && !params.rows.is_banded && params.offset == nullptr) return place;
+  const uint32_t q_len = params.rows.q_len;
+  const uint32_t sharing_rows = params.num_sharing * q_len;
+  const uint32_t in_sharing = index % sharing_rows;
+  place.q = in_sharing / params.num_sharing;
+  const uint32_t matrix =
+      index / sharing_rows * params.num_sharing + in_sharing % params.num_sharing;
+  place.row = matrix * q_len + place.q;
+  place.batch = matrix / params.heads;
+  place.head = matrix % params.heads;
+  return place;
+}
+
+template <int kSize>
+__device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_active, uint32_t row,
+                                             uint32_t q) {
+  if (!is_active) return {};
+  return MakeRow<kSize>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
+}
+
+// Scores of vectors first, first + kThreads, ... before ScoreScale::after; -inf where hidden.
+template <typename Element, typename Mask, int kThreads, Reuse kReuse, int kVectors>
+__device__ __forceinline__ void LoadScores(const SoftmaxForwardParams& params,
+                                           const Row<kVectorSize<Element>>& row,
+                                           const MaskRow<Mask>& mask, int first,
+                                           float (&scores)[kVectors][kVectorSize<Element>]) {
+  constexpr int kSize = kVectorSize<Element>;
+  constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
+  constexpr bool kIsBool = std::is_same_v<Mask, uint8_t>;
+  uint32_t words[kVectors][4];
+  LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.x), row, first, words);
+  uint32_t mask_words[kVectors][kHasMask ? kSize * sizeof(Mask) / 4 : 1];
+  if constexpr (kHasMask) LoadMask<Mask, kThreads>(mask, row, first, mask_words);
+
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (!Contains(row.touched, v)) {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) scores[i][e] = -INFINITY;
+      continue;
+    }
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      const float x = GetElement<Element>(words[i], e);
+      if constexpr (!kHasMask) {
+        scores[i][e] = x * params.scale.before;
+      } else if constexpr (kIsBool) {
+        const bool is_visible = GetElement<Mask>(mask_words[i], e) != 0.0f;
+        scores[i][e] = is_visible ? x * params.scale.before : -INFINITY;
+      } else {
+        scores[i][e] = x * params.scale.before + GetElement<Mask>(mask_words[i], e);
+      }
+    }
+    if (!Contains(row.clean, v)) {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        if (!Contains(row.visible, row.Column(v) + e)) scores[i][e] = -INFINITY;
+      }
+    }
+  }
+}
+
+// Subtracted from scores; finite for a row that sees nothing, or -inf - -inf would make NaN.
+__device__ __forceinline__ float Reference(float largest) {
+  return largest == -INFINITY ? 0.0f : largest;
+}
+
+// What a row's exponentials are multiplied with. `sum` is their sum, without the offset's.
+__device__ __forceinline__ float FinishRow(const SoftmaxForwardParams& params,
+                                           const RowPlace& place, float offset, float reference,
+                                           float sum, bool is_writer) {
+  if (params.offset == nullptr) return sum == 0.0f ? 0.0f : 1.0f / sum;
+  const float weight = Exp2((offset - reference) * params.scale.after);
+  const float inverse = sum + weight == 0.0f ? 0.0f : 1.0f / (sum + weight);
+  if (is_writer) params.offset_probability[place.row] = weight * inverse;
+  return inverse;
+}
+
+__device__ __forceinline__ float GetOffset(const SoftmaxForwardParams& params,
+                                           const RowPlace& place) {
+  if (params.offset == nullptr || !place.is_active) return -INFINITY;
+  return params.offset[place.batch * params.offset_batch_stride + place.head];
+}
+
+template <typename Element, typename Mask, int kThreads, int kVectors>
+__global__ void __launch_bounds__(BlockThreads(kThreads),
+                                  MinBlocks(kThreads, kForwardThreads<Mask, kVectors>))
+    SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
+  constexpr int kSize = kVectorSize<Element>;
+  const int thread = threadIdx.x % kThreads;
+  const RowPlace place =
+      FindRow(params, RowIndex<kThreads>(), /*has_mask=*/!std::is_same_v<Mask, NoMask>);
+  const Row<kSize> row = GetRow<kSize>(params.rows, place.is_active, place.row, place.q);
+  const MaskRow<Mask> mask = GetMaskRow<Mask>(params.mask, place, row);
+  const float offset = GetOffset(params, place);
+
+  float x[kVectors][kSize];  // Scores, then their exponentials.
+  LoadScores<Element, Mask, kThreads, Reuse::kNone>(params, row, mask, thread, x);
+  float largest = offset;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) largest = fmaxf(largest, x[i][e]);
+  }
+  const float reference = Reference(ReduceRow<kThreads>(largest, MaxOp{}));
+
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (!Contains(row.touched, thread + i * kThreads)) continue;
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      x[i][e] = Exp2((x[i][e] - reference) * params.scale.after);
+      sum += x[i][e];
+    }
+  }
+  sum = ReduceRow<kThreads>(sum, SumOp{});
+  const float inverse =
+      FinishRow(params, place, offset, reference, sum, place.is_active && thread == 0);
+  StoreVectors<Element, kThreads, kVectors>(static_cast<Element*>(params.y), row, thread,
+                                            [&](int i, int e) { return x[i][e] * inverse; });
+}
+
+// A chunk of a long row is so many vectors a thread.
+constexpr int kChunkVectors = 4;
+
+template <typename Element, typename Mask, int kThreads>
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
+    LongSoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
+  constexpr int kSize = kVectorSize<Element>;
+  constexpr int kStep = kThreads * kChunkVectors;
+  const int thread = threadIdx.x;
+  const RowPlace place =
+      FindRow(params, RowIndex<kThreads>(), /*has_mask=*/!std::is_same_v<Mask, NoMask>);
+  const Row<kSize> row = GetRow<kSize>(params.rows, place.is_active, place.row, place.q);
+  const MaskRow<Mask> mask = GetMaskRow<Mask>(params.mask, place, row);
+  const float offset = GetOffset(params, place);
+
+  float largest = -INFINITY, sum = 0.0f;  // Of this thread's columns so far.
+  float x[kChunkVectors][kSize];
+  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+    LoadScores<Element, Mask, kThreads, Reuse::kSoon>(params, row, mask, chunk + thread, x);
+    float new_largest = largest;
+#pragma unroll
+    for (int i = 0; i < kChunkVectors; ++i) {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) new_largest = fmaxf(new_largest, x[i][e]);
+    }
+    const float reference = Reference(new_largest);
+    sum *= Exp2((largest - reference) * params.scale.after);
+#pragma unroll
+    for (int i = 0; i < kChunkVectors; ++i) {
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) sum += Exp2((x[i][e] - reference) * params.scale.after);
+    }
+    largest = new_largest;
+  }
+  const float reference = Reference(ReduceRow<kThreads>(fmaxf(largest, offset), MaxOp{}));
+  sum *= Exp2((largest - reference) * params.scale.after);
+  sum = ReduceRow<kThreads>(sum, SumOp{});
+  const float inverse =
+      FinishRow(params, place, offset, reference, sum, place.is_active && thread == 0);
+  // Each thread reads again what it writes, and all have read once: right in place, too.
+  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+    LoadScores<Element, Mask, kThreads, Reuse::kNone>(params, row, mask, chunk + thread, x);
+    StoreVectors<Element, kThreads, kChunkVectors>(
+        static_cast<Element*>(params.y), row, chunk + thread,
+        [&](int i, int e) { return Exp2((x[i][e] - reference) * params.scale.after) * inverse; });
+  }
+}
+
+// --- Backward ---
+
+// y and dy of vectors first, first + kThreads, ...
+template <typename Element, int kThreads, int kVectors>
+struct Gradients {
+  static constexpr int kSize = kVectorSize<Element>;
+  uint32_t y[kVectors][4], dy[kVectors][4];
+
+  template <Reuse kReuse>
+  __device__ __forceinline__ void Load(const SoftmaxBackwardParams& params, const Row<kSize>& row,
+                                       int first) {
+    LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.y), row, first, y);
+    LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.dy), row, first, dy);
+  }
+
+  __device__ __forceinline__ float Dot(const Row<kSize>& row, int first) const {
+    float dot = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int v = first + i * kThreads;
+      if (!Contains(row.touched, v)) continue;
+      const bool is_clean = Contains(row.clean, v);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        const float product = GetElement<Element>(y[i], e) * GetElement<Element>(dy[i], e);
+        if (is_clean || Contains(row.visible, row.Column(v) + e)) dot += product;
+      }
+    }
+    return dot;
+  }
+
+  __device__ __forceinline__ void Store(const SoftmaxBackwardParams& params, const Row<kSize>& row,
+                                        int first, float dot) const {
+    StoreVectors<Element, kThreads, kVectors>(static_cast<Element*>(params.dx), row, first,
+                                              [&](int i, int e) {
+                                                return params.scale * GetElement<Element>(y[i], e) *
+                                                       (GetElement<Element>(dy[i], e) - dot);
+                                              });
+  }
+};
+
+// In the order of memory: there is no mask whose rows could be shared.
+template <int kSize>
+__device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, uint32_t row) {
+  return GetRow<kSize>(params, row < params.num_rows, row,
+                       params.is_banded ? row % params.q_len : 0);
+}
+
+template <typename Element, int kThreads, int kVectors>
+__global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 512))
+    SoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams params) {
+  const uint32_t index = RowIndex<kThreads>();
+  const int thread = threadIdx.x % kThreads;
+  const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, index);
+  Gradients<Element, kThreads, kVectors> gradients;
+  gradients.template Load<Reuse::kNone>(params, row, thread);
+  const float dot = ReduceRow<kThreads>(gradients.Dot(row, thread), SumOp{});
+  if (params.dot != nullptr && thread == 0 && index < params.rows.num_rows) params.dot[index] = dot;
+  gradients.Store(params, row, thread, dot);
+}
+
+template <typename Element, int kThreads>
+__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
+    LongSoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams params) {
+  constexpr int kStep = kThreads * kChunkVectors;
+  const int thread = threadIdx.x;
+  const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, blockIdx.x);
+  Gradients<Element, kThreads, kChunkVectors> gradients;
+  float dot = 0.0f;
+  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+    gradients.template Load<Reuse::kSoon>(params, row, chunk + thread);
+    dot += gradients.Dot(row, chunk + thread);
+  }
+  dot = ReduceRow<kThreads>(dot, SumOp{});
+  if (params.dot != nullptr && thread == 0) params.dot[blockIdx.x] = dot;
+  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+    gradients.template Load<Reuse::kNone>(params, row, chunk + thread);
+    gradients.Store(params, row, chunk + thread, dot);
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_

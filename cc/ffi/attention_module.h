@@ -1,0 +1,70 @@
+// What the modules of all devices tell Python of attention, when it traces a call.
+
+#ifndef JAX_MAGI_FFI_ATTENTION_MODULE_H_
+#define JAX_MAGI_FFI_ATTENTION_MODULE_H_
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "cc/attention.h"
+
+namespace jax_magi {
+
+inline DType ParseDType(const std::string& name) {
+  if (name == "float32") return DType::kF32;
+  if (name == "bfloat16") return DType::kBF16;
+  if (name == "float16") return DType::kF16;
+  throw nanobind::value_error("dtype must be float32, bfloat16 or float16");
+}
+
+// Adds attention_needs(...) and the struct that it returns: see the stub, _cpu.pyi. `needs` is the
+// device's own; its slices are one list that the whole batch shares, or null.
+template <typename NeedsFn>
+void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
+  namespace nb = nanobind;
+  nb::class_<AttentionNeeds>(m, "AttentionNeeds")
+      .def_ro("workspace_bytes", &AttentionNeeds::workspace_bytes)
+      .def_ro("num_dkv_parts", &AttentionNeeds::num_dkv_parts)
+      .def_ro("is_dq_summed", &AttentionNeeds::is_dq_summed)
+      .def_ro("tile_stamp", &AttentionNeeds::tile_stamp)
+      .def_prop_ro("tile_list", [](const AttentionNeeds& self) {
+        return nb::bytes(reinterpret_cast<const char*>(self.tile_list.data()),
+                         self.tile_list.size() * sizeof(int32_t));
+      });
+  m.def(
+      "attention_needs",
+      [needs](nb::tuple q_shape, nb::tuple k_shape, int64_t value_dim, nb::tuple slices_shape,
+              const std::string& dtype, bool has_softcap, bool is_backward, bool deterministic,
+              nb::object static_slices) {
+        const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
+        const AttentionShape shape{/*batch=*/at(q_shape, 0),
+                                   /*q_len=*/at(q_shape, 1),
+                                   /*k_len=*/at(k_shape, 1),
+                                   /*num_q_heads=*/at(q_shape, 2),
+                                   /*num_kv_heads=*/at(k_shape, 2),
+                                   /*head_dim=*/at(q_shape, 3),
+                                   value_dim,
+                                   /*num_slices=*/at(slices_shape, 1),
+                                   /*shared_slices=*/at(slices_shape, 0) == 1};
+        const Slice* slices = nullptr;
+        if (!static_slices.is_none()) {
+          const nb::bytes bytes = nb::cast<nb::bytes>(static_slices);
+          if (!shape.shared_slices || bytes.size() != shape.num_slices * sizeof(Slice)) {
+            throw nb::value_error("static_slices must be one slice list, of slices_shape");
+          }
+          slices = reinterpret_cast<const Slice*>(bytes.c_str());
+        }
+        return needs(
+            AttentionCall{shape, ParseDType(dtype), has_softcap, is_backward, deterministic},
+            slices);
+      },
+      nb::kw_only(), nb::arg("q_shape"), nb::arg("k_shape"), nb::arg("value_dim"),
+      nb::arg("slices_shape"), nb::arg("dtype"), nb::arg("has_softcap"), nb::arg("is_backward"),
+      nb::arg("deterministic"), nb::arg("static_slices").none());
+}
+
+}  // namespace jax_magi
+
+#endif  // JAX_MAGI_FFI_ATTENTION_MODULE_H_

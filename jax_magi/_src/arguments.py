@@ -1,0 +1,82 @@
+"""Arguments that are not the operands of a kernel: numbers, flags and integers, checked by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Lengths and positions stay below this, so that the sum of two of them fits in 32 bits.
+MAX_LENGTH = 2**30
+
+
+def check_number(name: str, value: Any) -> float:
+  """A static number that float32 holds; 0 where it underflows there."""
+  if isinstance(value, jax.core.Tracer):
+    raise ValueError(f"{name} must be a static number, got a traced value")
+  if isinstance(value, (str, bytes)):
+    raise ValueError(f"{name} must be a number, got {value!r}")
+  try:
+    number = float(value)
+  except (TypeError, ValueError):
+    raise ValueError(f"{name} must be a number, got {value!r}") from None
+  with np.errstate(over="ignore"):
+    rounded = np.float32(number)
+  if not math.isfinite(rounded):
+    raise ValueError(f"{name} must be finite in float32, got {number}")
+  return number if rounded else 0.0
+
+
+def check_length(name: str, length: Any) -> int:
+  """A static integer in [0, 2**30)."""
+  if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+    raise ValueError(f"{name} must be a static integer, got {length!r}")
+  if not 0 <= length < MAX_LENGTH:
+    raise ValueError(f"{name} must lie in [0, 2**30), got {length}")
+  return int(length)
+
+
+def check_flag(name: str, flag: Any) -> bool:
+  """True or False."""
+  if not isinstance(flag, (bool, np.bool_)):
+    raise ValueError(f"{name} must be True or False, got {flag!r}")
+  return bool(flag)
+
+
+def check_choice(name: str, choice: Any, choices: tuple[Any, ...]) -> Any:
+  """One of `choices`."""
+  if choice not in choices:
+    raise ValueError(f"{name} must be one of {choices}, got {choice!r}")
+  return choice
+
+
+def concrete(x: Any) -> np.ndarray | None:
+  """The value of `x` as a numpy array, or None where only its type is known (a tracer)."""
+  if isinstance(x, jax.core.Tracer):
+    return None
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return None
+  return np.asarray(x)
+
+
+def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
+  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
+  value = concrete(x)
+  if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
+    value = np.zeros([0 if isinstance(n, str) else n for n in shape], np.int32)
+  array = x if value is None else value
+  if not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
+  if array.ndim != len(shape) or any(
+    isinstance(n, int) and n != size for n, size in zip(shape, array.shape, strict=True)
+  ):
+    expected = "[" + ", ".join(str(n) for n in shape) + "]"
+    raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
+  if value is None:
+    return array.astype(jnp.int32)
+  if value.size and (value.max() > MAX_LENGTH or value.min() < -MAX_LENGTH):
+    raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")
+  return value.astype(np.int32)

@@ -1,0 +1,138 @@
+"""The public attention functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jax_magi._src.attention import checks
+from jax_magi._src.attention.batch import attend
+from jax_magi._src.masks.mask import AttentionMask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttnForwardMeta:
+  """What the kernel knows besides the output.
+
+  Attributes:
+    lse: float32 `[q_len, num_q_heads]`, the natural log of each row's softmax denominator, sink
+      included; -inf for a row that sees nothing. Differentiable.
+    max_logits: float32 `[num_q_heads]`, the largest `softmax_scale * q.k` over visible pairs,
+      before softcap and without sink; -inf for a head with no pair. No gradient. None unless
+      asked for.
+  """
+
+  lse: jax.Array
+  max_logits: jax.Array | None = None
+
+
+def attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: AttentionMask,
+  *,
+  softmax_scale: float | None = None,
+  softcap: float = 0.0,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  deterministic: bool = False,
+  sm_margin: int = 0,
+  implementation: str | None = None,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """Exact attention over a slice mask, for one (packed) sequence. Use `jax.vmap` for a batch.
+
+  Args:
+    q: `[q_len, num_q_heads, head_dim]`, float32 (CPU), bfloat16 or float16.
+    k: `[k_len, num_kv_heads, head_dim]`. Query heads g*G .. g*G+G-1 use kv head g.
+    v: `[k_len, num_kv_heads, value_dim]`.
+    mask: which keys each query sees. A traced mask is not checked for slices that overlap.
+    softmax_scale: static; None is `head_dim ** -0.5`.
+    softcap: c > 0 turns each scaled logit s into `c * tanh(s / c)`; 0 is off.
+    sink: float32 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits that take part in every
+      row's softmax and carry no value. Differentiable.
+    return_max_logits: whether to fill `meta.max_logits`.
+    deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are; on a
+      GPU it makes the backward pass 10-25% slower.
+    sm_margin: streaming multiprocessors to leave free, on a GPU.
+    implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform). None takes the native
+      kernel of the platform compiled for, or else "blockwise".
+
+  Returns:
+    out `[q_len, num_q_heads, value_dim]` in q's dtype, and `AttnForwardMeta`. Rows that see
+    nothing are zero.
+  """
+  checks.check_qkv(q, k, v)
+  checks.check_mask(mask, q.shape[0], k.shape[0])
+  config = checks.make_config(
+    q,
+    v,
+    softmax_scale=softmax_scale,
+    softcap=softcap,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    implementation=implementation,
+  )
+  sink = checks.check_sink(sink, q.shape[1])
+  results = attend(config, *(x[None] for x in (q, k, v, mask.slices, sink)))
+  out, lse, max_logits = (x[0] for x in results)
+  return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
+
+
+def flex_flash_attn_func(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_ranges: Any,
+  k_ranges: Any,
+  attn_type_map: Any = None,
+  *,
+  softmax_scale: float | None = None,
+  softcap: float = 0.0,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  deterministic: bool = False,
+  sm_margin: int = 0,
+  implementation: str | None = None,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """`attention` over a mask given as pairs of ranges; all other arguments are as there.
+
+  Args:
+    q: `[q_len, num_q_heads, head_dim]`.
+    k: `[k_len, num_kv_heads, head_dim]`.
+    v: `[k_len, num_kv_heads, value_dim]`.
+    q_ranges: int32 `[n, 2]`, half open, numpy or traced.
+    k_ranges: int32 `[n, 2]`, likewise.
+    attn_type_map: int32 `[n]` of `MaskType`; None is FULL. Traced ranges cannot be checked for
+      pairs that are covered twice, whose result is not defined.
+    softmax_scale: see `attention`.
+    softcap: see `attention`.
+    sink: see `attention`.
+    return_max_logits: see `attention`.
+    deterministic: see `attention`.
+    sm_margin: see `attention`.
+    implementation: see `attention`.
+
+  Returns:
+    (out, meta), as `attention`.
+  """
+  checks.check_qkv(q, k, v)
+  mask = AttentionMask.from_ranges(
+    q_ranges, k_ranges, attn_type_map, q_len=q.shape[0], k_len=k.shape[0]
+  )
+  return attention(
+    q,
+    k,
+    v,
+    mask,
+    softmax_scale=softmax_scale,
+    softcap=softcap,
+    sink=sink,
+    return_max_logits=return_max_logits,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    implementation=implementation,
+  )

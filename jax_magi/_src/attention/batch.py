@@ -1,0 +1,41 @@
+"""From checked operands over a batch to the op."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_magi._src.attention import ops
+from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.transforms.varying import vary_together
+
+
+def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
+  """`ops.attention` for operands as callers have them: any scale, mesh axes of any type.
+
+  Operands and results are those of `ops.forward`; slices may be numpy. max_logits has no gradient.
+  """
+  # Kernels take positive scales, under which the largest score is the largest logit.
+  if config.softmax_scale < 0.0:
+    q, config = -q, dataclasses.replace(config, softmax_scale=-config.softmax_scale)
+  elif config.softmax_scale == 0.0:
+    q, config = jnp.zeros_like(q), dataclasses.replace(config, softmax_scale=1.0)
+  # Under a trace: elsewhere, each new mask would be a new program.
+  if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and isinstance(q, jax.core.Tracer):
+    config = dataclasses.replace(config, static_slices=slices.tobytes())
+  # Before the custom derivative, so that the gradient of a replicated operand is summed.
+  operands = vary_together(q, k, v, slices, sink)
+  op = functools.partial(ops.attention, config)
+
+  def out_specs(q_axes):
+    batch, _, heads, _ = q_axes
+    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
+
+  out, lse, max_logits = with_auto_axes(op, q, out_specs)(*operands)
+  return out, lse, lax.stop_gradient(max_logits)

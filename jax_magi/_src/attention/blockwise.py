@@ -1,0 +1,206 @@
+"""Attention in plain JAX, block by block: runs on any platform, in memory of one block.
+
+Operands and results are those of the native kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_magi._src.masks.slices import clamped, touches, visible
+from jax_magi._src.transforms.varying import vary_like, vary_together
+
+# Large enough to keep matrix units busy, small enough that a block of scores fits in cache.
+_BLOCK = 512
+
+
+def forward(q, k, v, slices, sink, *, softmax_scale: float, softcap: float, out_dtype: Any):
+  """Returns out in `out_dtype`, lse and max_logits."""
+  slices = clamped(slices, q.shape[1], k.shape[1])
+  q, k, v, slices, sink = vary_together(q, k, v, slices, sink)
+
+  def one(q, k, v, slices, sink):
+    return _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype)
+
+  return _over_batch(one, (q, k, v, slices, sink), slices_index=3)
+
+
+def backward(
+  q, k, v, dout, lse, delta, slices, *, softmax_scale: float, softcap: float, grad_dtype: Any
+):
+  """Returns dq, dk and dv in `grad_dtype`."""
+  slices = clamped(slices, q.shape[1], k.shape[1])
+  operands = vary_together(q, k, v, dout, lse, delta, slices)
+
+  def one(*operands):
+    return _backward(*operands, softmax_scale, softcap)
+
+  dq, dk, dv = _over_batch(one, operands, slices_index=6)
+  return dq.astype(grad_dtype), dk.astype(grad_dtype), dv.astype(grad_dtype)
+
+
+def _over_batch(fun, operands, slices_index):
+  """vmap over the leading axis, except that slices shared by the batch stay shared.
+
+  With shared slices the test that skips a block stays one real branch.
+  """
+  slices = operands[slices_index]
+  is_shared = slices.shape[0] == 1
+  operands = [x[0] if is_shared and x is slices else x for x in operands]
+  in_axes = [None if is_shared and i == slices_index else 0 for i in range(len(operands))]
+  return jax.vmap(fun, in_axes)(*operands)
+
+
+def _precision(dtype) -> Any:
+  """float32 inputs get float32 products, also where the hardware would round them first."""
+  return lax.Precision.HIGHEST if dtype == np.float32 else None
+
+
+def _einsum(spec, a, b):
+  """A matrix product with both operands in the narrower one's dtype, summed in float32."""
+  dtype = min(a.dtype, b.dtype, key=lambda d: d.itemsize)
+  return jnp.einsum(
+    spec,
+    a.astype(dtype),
+    b.astype(dtype),
+    precision=_precision(dtype),
+    preferred_element_type=np.float32,
+  )
+
+
+def _blocks(x):
+  """Splits the first axis into (num_blocks, block), padding with zeros."""
+  length = x.shape[0]
+  block = min(_BLOCK, max(length, 1))
+  x = jnp.pad(x, [(0, -length % block)] + [(0, 0)] * (x.ndim - 1))
+  return x.reshape(x.shape[0] // block, block, *x.shape[1:])
+
+
+def _unblock(x, length):
+  """Undoes `_blocks`."""
+  return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:length]
+
+
+def _group_heads(x, num_kv_heads):
+  """[length, num_q_heads, ...] -> [length, num_kv_heads, group, ...]."""
+  return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // max(num_kv_heads, 1), *x.shape[2:])
+
+
+def _begins(blocks):
+  return jnp.arange(blocks.shape[0], dtype=np.int32) * blocks.shape[1]
+
+
+def _block_mask(slices, q_begin, k_begin, num_rows, num_keys):
+  rows = q_begin + jnp.arange(num_rows, dtype=np.int32)[:, None]
+  return visible(slices, rows, k_begin + jnp.arange(num_keys, dtype=np.int32)[None, :])
+
+
+def _cap(logits, softcap):
+  return softcap * jnp.tanh(logits / softcap) if softcap else logits
+
+
+def _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype):
+  q_len, num_q_heads, _ = q.shape
+  num_kv_heads, value_dim = v.shape[1], v.shape[2]
+  q_blocks = _blocks(_group_heads(q, num_kv_heads))
+  k_blocks, v_blocks = _blocks(k), _blocks(v)
+  num_rows, num_keys = q_blocks.shape[1], k_blocks.shape[1]
+  heads = (num_kv_heads, num_q_heads // max(num_kv_heads, 1))
+  row_sink = jnp.broadcast_to(sink.reshape(*heads, 1), (*heads, num_rows))
+
+  def q_block(args):
+    q_begin, q = args
+
+    def k_block(carry, args):
+      k_begin, k, v = args
+
+      def visit(carry):
+        row_max, row_sum, acc, max_logits = carry
+        logits = softmax_scale * _einsum("qhgd,khd->hgqk", q, k)
+        mask = _block_mask(slices, q_begin, k_begin, num_rows, num_keys)
+        logits = jnp.where(mask, logits, -jnp.inf)
+        max_logits = jnp.maximum(max_logits, logits.max(axis=(-2, -1)))
+        logits = jnp.where(mask, _cap(logits, softcap), -jnp.inf)
+        new_max = jnp.maximum(row_max, logits.max(axis=-1))
+        # A row that has seen nothing: subtract 0, or -inf - -inf would make NaN.
+        reference = jnp.where(new_max == -jnp.inf, 0.0, new_max)
+        correction = jnp.exp(row_max - reference)
+        p = jnp.exp(logits - reference[..., None])
+        acc = acc * correction[..., None] + _einsum("hgqk,khd->hgqd", p, v)
+        return new_max, row_sum * correction + p.sum(axis=-1), acc, max_logits
+
+      hit = touches(slices, q_begin, q_begin + num_rows, k_begin, k_begin + num_keys)
+      return lax.cond(hit, visit, lambda carry: carry, carry), None
+
+    start = (
+      row_sink,
+      (row_sink > -jnp.inf).astype(np.float32),
+      vary_like(jnp.zeros((*heads, num_rows, value_dim), np.float32), q),
+      vary_like(jnp.full(heads, -jnp.inf, np.float32), q),
+    )
+    xs = (_begins(k_blocks), k_blocks, v_blocks)
+    (row_max, row_sum, acc, max_logits), _ = lax.scan(k_block, start, xs)
+    empty = row_sum == 0.0
+    out = acc / jnp.where(empty, 1.0, row_sum)[..., None]
+    lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1.0, row_sum)))
+    return jnp.moveaxis(out, 2, 0).astype(out_dtype), jnp.moveaxis(lse, 2, 0), max_logits
+
+  out, lse, max_logits = lax.map(q_block, (_begins(q_blocks), q_blocks))
+  lse = _unblock(lse, q_len).reshape(q_len, num_q_heads)
+  max_logits = max_logits.max(axis=0, initial=-jnp.inf).reshape(num_q_heads)
+  # XLA's maximum may drop NaN. A NaN logit must not look like a healthy head.
+  max_logits = jnp.where(jnp.isnan(lse).any(axis=0), jnp.nan, max_logits)
+  return _unblock(out, q_len).reshape(q_len, num_q_heads, value_dim), lse, max_logits
+
+
+def _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap):
+  q_len, num_q_heads, head_dim = q.shape
+  k_len, num_kv_heads, _ = k.shape
+  q_blocks = _blocks(_group_heads(q, num_kv_heads))
+  dout_blocks = _blocks(_group_heads(dout, num_kv_heads))
+  # A block of statistics is [num_kv_heads, group, rows], like the leading axes of its scores.
+  lse_blocks, delta_blocks = (
+    jnp.moveaxis(_blocks(_group_heads(x, num_kv_heads)), 1, 3) for x in (lse, delta)
+  )
+  k_blocks, v_blocks = _blocks(k), _blocks(v)
+  num_rows, num_keys = q_blocks.shape[1], k_blocks.shape[1]
+
+  def k_block(dq_blocks, args):
+    k_begin, k, v = args
+
+    def q_block(carry, args):
+      q_begin, q, dout, lse, delta, dq = args
+
+      def visit(operands):
+        dk, dv, dq = operands
+        logits = softmax_scale * _einsum("qhgd,khd->hgqk", q, k)
+        mask = _block_mask(slices, q_begin, k_begin, num_rows, num_keys)
+        capped = _cap(logits, softcap)
+        p = jnp.where(mask, jnp.exp(jnp.where(mask, capped - lse[..., None], 0.0)), 0.0)
+        dp = _einsum("qhgd,khd->hgqk", dout, v)
+        ds = jnp.where(mask, p * (dp - delta[..., None]), 0.0) * softmax_scale
+        if softcap:
+          ds = ds * (1.0 - (capped / softcap) ** 2)
+        dv = dv + _einsum("hgqk,qhgd->khd", p, dout)
+        dk = dk + _einsum("hgqk,qhgd->khd", ds, q)
+        dq = dq + _einsum("hgqk,khd->qhgd", ds, k)
+        return dk, dv, dq
+
+      hit = touches(slices, q_begin, q_begin + num_rows, k_begin, k_begin + num_keys)
+      dk, dv, dq = lax.cond(hit, visit, lambda operands: operands, (*carry, dq))
+      return (dk, dv), dq
+
+    start = tuple(vary_like(jnp.zeros(x.shape, np.float32), x) for x in (k, v))
+    xs = (_begins(q_blocks), q_blocks, dout_blocks, lse_blocks, delta_blocks, dq_blocks)
+    dkv, dq_blocks = lax.scan(q_block, start, xs)
+    return dq_blocks, dkv
+
+  start = vary_like(jnp.zeros(q_blocks.shape, np.float32), q)
+  dq, (dk, dv) = lax.scan(k_block, start, (_begins(k_blocks), k_blocks, v_blocks))
+  dq = _unblock(dq, q_len).reshape(q_len, num_q_heads, head_dim)
+  return dq, _unblock(dk, k_len), _unblock(dv, k_len)

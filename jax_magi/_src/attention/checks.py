@@ -1,0 +1,126 @@
+"""What a caller can get wrong, said once and by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_number
+from jax_magi._src.attention.ops import AttentionConfig
+from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.native.backends import check_implementation
+from jax_magi._src.softmax_lse import softmax_lse
+
+_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+# float32 holds logits / softcap, and its inverse, well inside these.
+_SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 1e-6, 1e6
+
+
+def check_qkv(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+  """Shapes and dtypes of one sequence, `[length, heads, dim]` each, by the caller's names."""
+  q_name, k_name, v_name = names
+  all_names = f"{q_name}, {k_name} and {v_name}"
+  for name, x in zip(names, (q, k, v), strict=True):
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+      raise ValueError(f"{name} must be an array, got {type(x).__name__}")
+    if len(x.shape) != 3:
+      raise ValueError(f"{name} must be [length, num_heads, head_dim], got {list(x.shape)}")
+    if x.dtype != q.dtype:
+      raise ValueError(f"{name} must have {q_name}'s dtype {q.dtype}, got {x.dtype}")
+    if x.shape[0] >= MAX_LENGTH:
+      raise ValueError(f"{name} must be shorter than 2**30 rows, got {x.shape[0]}")
+  if not jnp.issubdtype(q.dtype, jnp.floating):
+    raise ValueError(f"{all_names} must hold floating point numbers, got {q.dtype}")
+  if q.dtype not in _DTYPES:
+    dtypes = ", ".join(str(d) for d in _DTYPES)
+    raise NotImplementedError(f"{all_names} must have one of the dtypes {dtypes}, got {q.dtype}")
+
+  k_len, num_kv_heads, head_dim = k.shape
+  if q.shape[2] != head_dim:
+    raise ValueError(
+      f"{q_name} and {k_name} must have the same head_dim, got {q.shape[2]} and {head_dim}"
+    )
+  if head_dim == 0 or v.shape[2] == 0:
+    raise ValueError(
+      f"head dims must be positive, got {q_name} {list(q.shape)} and {v_name} {list(v.shape)}"
+    )
+  if v.shape[:2] != (k_len, num_kv_heads):
+    raise ValueError(
+      f"{v_name} must be [{k_len}, {num_kv_heads}, value_dim] like {k_name}, got {list(v.shape)}"
+    )
+  if num_kv_heads == 0 or q.shape[1] == 0 or q.shape[1] % num_kv_heads:
+    raise ValueError(
+      f"{q_name}'s heads must be a multiple of {k_name}'s (GQA: query heads g*G .. g*G+G-1 use kv "
+      f"head g), got {q.shape[1]} and {num_kv_heads}"
+    )
+
+
+def check_mask(mask: Any, q_len: int, k_len: int) -> None:
+  """The mask belongs to these lengths."""
+  if not isinstance(mask, AttentionMask):
+    raise ValueError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+  if np.ndim(mask.slices) != 2:
+    raise ValueError(
+      f"mask must have slices [num_slices, 6], got {list(np.shape(mask.slices))}; "
+      "for a batch of masks, use jax.vmap"
+    )
+  if (mask.q_len, mask.k_len) != (q_len, k_len):
+    raise ValueError(
+      f"mask is for {mask.q_len} queries and {mask.k_len} keys, "
+      f"but q has {q_len} rows and k has {k_len}"
+    )
+
+
+def check_sink(sink: Any, num_q_heads: int) -> jax.Array:
+  """One logit per query head: the sinks' logsumexp; -inf for none.
+
+  Sinks only ever appear as that sum, so the kernels need no more, and autodiff finds the
+  gradient of each.
+  """
+  if sink is None:
+    return jnp.full(num_q_heads, -jnp.inf, np.float32)
+  shape = np.shape(sink)
+  if len(shape) not in (1, 2) or shape[-1] != num_q_heads:
+    raise ValueError(
+      f"sink must be [{num_q_heads}] or [num_sink, {num_q_heads}], got {list(shape)}"
+    )
+  sink = jnp.asarray(sink)
+  if sink.dtype != np.float32:
+    raise ValueError(f"sink must be float32, got {sink.dtype}")
+  if sink.ndim == 1:
+    return sink
+  return softmax_lse(sink)[1]
+
+
+def make_config(
+  q: Any,
+  v: Any,
+  *,
+  softmax_scale: Any,
+  softcap: Any,
+  deterministic: Any,
+  sm_margin: Any,
+  implementation: Any,
+  scale_name: str = "softmax_scale",
+) -> AttentionConfig:
+  """The static arguments, checked. `scale_name` is what the caller calls the scale."""
+  scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_number(scale_name, softmax_scale)
+  cap = check_number("softcap", softcap)
+  if cap < 0.0:
+    raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
+  if cap and not _SMALLEST_SOFTCAP <= cap <= _LARGEST_SOFTCAP:
+    raise ValueError(
+      f"softcap must be 0 or in [{_SMALLEST_SOFTCAP}, {_LARGEST_SOFTCAP}], got {softcap}"
+    )
+  if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, np.integer)):
+    raise ValueError(f"sm_margin must be an integer, got {sm_margin!r}")
+  if sm_margin < 0:
+    raise ValueError(f"sm_margin must not be negative, got {sm_margin}")
+  if sm_margin >= 2**31:
+    raise ValueError(f"sm_margin must fit in 32 bits, got {sm_margin}")
+  check_implementation(implementation, "blockwise", lambda b: b.attention_obstacle(q, v))
+  deterministic = check_flag("deterministic", deterministic)
+  return AttentionConfig(scale, cap, deterministic, int(sm_margin), implementation)

@@ -1,0 +1,210 @@
+"""Attention over a batch: forward, backward and delta, and the differentiable op made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_magi._src.attention import blockwise
+from jax_magi._src.masks.slices import grouped_by_keys
+from jax_magi._src.native import attention as native
+from jax_magi._src.native.backends import BACKENDS, Backend
+from jax_magi._src.transforms.batching import fold_batch
+from jax_magi._src.transforms.platform import by_platform
+from jax_magi._src.transforms.sharding import keep_batch_and_heads
+
+# Names of the saved residuals, for `jax.checkpoint` policies.
+CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+  """What is static about a call."""
+
+  softmax_scale: float
+  softcap: float = 0.0
+  deterministic: bool = False
+  sm_margin: int = 0
+  implementation: str | None = None
+  # The mask's slices, `[num_slices, 6]` as bytes, where they are known when the call is traced.
+  static_slices: bytes | None = dataclasses.field(default=None, repr=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention(config: AttentionConfig, q, k, v, slices, sink):
+  """`forward`, with gradients for q, k, v and sink, from those of out and lse."""
+  return forward(config, q, k, v, slices, sink)
+
+
+def _attention_fwd(config, q, k, v, slices, sink):
+  out, lse, max_logits = forward(config, q, k, v, slices, sink)
+  # Named before both uses, so that a policy that keeps them keeps what the caller sees.
+  out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
+  return (out, lse, max_logits), (q, k, v, slices, sink, out, lse)
+
+
+def _attention_bwd(config, residuals, cotangents):
+  q, k, v, slices, sink, out, lse = residuals
+  dout, dlse, _ = cotangents
+  row_delta = delta(out, lse, dout, dlse)
+  dsink = -jnp.sum(_sink_probability(sink, lse) * row_delta, axis=1)
+  config, slices = _grouped_by_keys(config, slices)
+  dq, dk, dv = backward(config, q, k, v, dout, lse, row_delta, slices)
+  return dq, dk, dv, None, dsink
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def forward(config: AttentionConfig, q, k, v, slices, sink, *, out_dtype: Any = None):
+  """Attention over a batch.
+
+  Args:
+    config: see `AttentionConfig`.
+    q: `[batch, q_len, num_q_heads, head_dim]`.
+    k: `[batch, k_len, num_kv_heads, head_dim]`.
+    v: `[batch, k_len, num_kv_heads, value_dim]`.
+    slices: int32 `[batch or 1, num_slices, 6]`.
+    sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
+    out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
+
+  Returns:
+    out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
+    `[batch, num_q_heads]`.
+  """
+  dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
+  return _forward(config, dtype)(q, k, v, slices, sink)
+
+
+def delta(out, lse, dout, dlse):
+  """What `backward` has to know of the results: float32 `[batch, q_len, num_q_heads]`.
+
+  With P = softmax(S), dS = P * (dP - rowsum(dout * out)); the gradient of lse adds P * dlse.
+  """
+  row_delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1) - dlse
+  # A row that sees nothing has no gradient, whatever the caller made of its lse.
+  return jnp.where(lse == -jnp.inf, 0.0, row_delta)
+
+
+def backward(config: AttentionConfig, q, k, v, dout, lse, delta, slices, *, grad_dtype: Any = None):
+  """Gradients of `forward`, from statistics that may be those of more keys than these.
+
+  Args:
+    config: see `AttentionConfig`.
+    q: as in `forward`, and so k, v and slices.
+    k: see above.
+    v: see above.
+    dout: gradient of out, in q's dtype.
+    lse: as `forward` returns it; of all keys, where k and v are a part of them.
+    delta: as `delta` returns it, likewise.
+    slices: see above.
+    grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
+
+  Returns:
+    dq, dk, dv.
+  """
+  dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
+  return _backward(config, dtype)(q, k, v, dout, lse, delta, slices)
+
+
+def _sink_probability(sink, lse):
+  """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
+  return jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, None, :] - lse))
+
+
+def _grouped_by_keys(config: AttentionConfig, slices):
+  """Slices for the backward pass, whose kernels walk keys unless dq is to be deterministic."""
+  if config.static_slices is None or config.deterministic or slices.shape[0] != 1:
+    return config, slices
+  known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
+  grouped = grouped_by_keys(known)
+  if grouped is known:
+    return config, slices
+  return dataclasses.replace(config, static_slices=grouped.tobytes()), jnp.asarray(grouped)[None]
+
+
+# --- The two kernel calls, each usable under vmap and jit with shardings ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """A kernel call. Dimensions of operands and results are letters, as in `keep_batch_and_heads`."""
+
+  operands: tuple[str, ...]
+  results: tuple[str, ...]
+  slices_index: int
+  is_backward: bool
+
+
+_FORWARD = _Call(("bqhd", "bkgd", "bkge", "bnc", "bh"), ("bqhe", "bqh", "bh"), 3, False)
+_BACKWARD = _Call(
+  ("bqhd", "bkgd", "bkge", "bqhe", "bqh", "bqh", "bnc"), ("bqhd", "bkgd", "bkge"), 6, True
+)
+
+# Bounded, as each concrete mask has a config of its own.
+_cache = functools.lru_cache(maxsize=256)
+
+
+@_cache
+def _forward(config: AttentionConfig, out_dtype: Any) -> Callable:
+  options: dict[str, Any] = {
+    "softmax_scale": config.softmax_scale,
+    "softcap": config.softcap,
+    "out_dtype": out_dtype,
+  }
+  kernel = functools.partial(native.forward, **options, sm_margin=config.sm_margin)
+  return _wrap(config, _FORWARD, kernel, functools.partial(blockwise.forward, **options))
+
+
+@_cache
+def _backward(config: AttentionConfig, grad_dtype: Any) -> Callable:
+  options: dict[str, Any] = {
+    "softmax_scale": config.softmax_scale,
+    "softcap": config.softcap,
+    "grad_dtype": grad_dtype,
+  }
+  kernel = functools.partial(
+    native.backward, **options, deterministic=config.deterministic, sm_margin=config.sm_margin
+  )
+  return _wrap(config, _BACKWARD, kernel, functools.partial(blockwise.backward, **options))
+
+
+def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callable) -> Callable:
+  natives = {
+    platform: _on_backend(config, call, backend, functools.partial(kernel, backend=backend))
+    for platform, backend in BACKENDS.items()
+  }
+
+  def usable(q, _, v, *rest):
+    return {p: f for p, f in natives.items() if BACKENDS[p].attention_obstacle(q, v) is None}
+
+  chosen = by_platform(config.implementation, usable, plain)
+  return fold_batch(chosen, shared=(call.slices_index,))
+
+
+def _on_backend(
+  config: AttentionConfig, call: _Call, backend: Backend, kernel: Callable
+) -> Callable:
+  # The tile list is one for all, and made before the batch and heads are split.
+  split = keep_batch_and_heads(kernel, [*call.operands, "t"], list(call.results))
+
+  def fun(*operands):
+    tile_list = native.make_tile_list(
+      backend,
+      *operands[:3],
+      operands[call.slices_index],
+      static_slices=config.static_slices,
+      softcap=config.softcap,
+      is_backward=call.is_backward,
+      deterministic=config.deterministic,
+    )
+    return split(*operands, tile_list)
+
+  return fun

@@ -1,0 +1,1 @@
+"""Masks as data: slices, the class around them, its constructors and pictures."""

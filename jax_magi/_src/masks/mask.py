@@ -1,0 +1,151 @@
+"""Attention masks as lists of banded rectangles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.arguments import as_int32, check_length
+from jax_magi._src.masks.constructors import MaskConstructors
+from jax_magi._src.masks.plot import plot_slices
+from jax_magi._src.masks.slices import (
+  HI,
+  K_BEGIN,
+  K_END,
+  LO,
+  Q_BEGIN,
+  Q_END,
+  UNBOUNDED,
+  area_of,
+  check_disjoint,
+  check_ranges,
+  visible,
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AttentionMask(MaskConstructors):
+  """Which keys each query sees: a list of banded rectangles ("slices").
+
+  Pair (i, j) of query and key is visible iff some slice has
+
+      q_begin <= i < q_end,   k_begin <= j < k_end,   lo <= j - i <= hi.
+
+  The mask is data: `slices` may be traced, and new slices of the same shape never recompile.
+  Slices of zeros are padding and cost nothing.
+
+  No pair may be covered by two slices. Concrete slices are checked when the mask is made; traced
+  ones cannot be, and the result for a pair covered twice is not defined.
+
+  Attributes:
+    slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
+      band edge is -2**30 or 2**30.
+    q_len: number of queries (static).
+    k_len: number of keys (static).
+  """
+
+  slices: np.ndarray | jax.Array
+  q_len: int
+  k_len: int
+
+  def __post_init__(self):
+    set_field = object.__setattr__  # The class is frozen for its users.
+    set_field(self, "q_len", check_length("q_len", self.q_len))
+    set_field(self, "k_len", check_length("k_len", self.k_len))
+    slices = as_int32("slices", self.slices, ("num_slices", 6))
+    if isinstance(slices, np.ndarray):
+      check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
+      check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
+      check_disjoint(slices)
+    set_field(self, "slices", slices)
+
+  # --- pytree: slices are the leaf, lengths are static ---
+
+  def tree_flatten_with_keys(self):
+    """For JAX."""
+    return ((jax.tree_util.GetAttrKey("slices"), self.slices),), (self.q_len, self.k_len)
+
+  @classmethod
+  def tree_unflatten(cls, lengths, leaves):
+    """For JAX. Leaves may be anything here, so nothing is checked."""
+    mask = object.__new__(cls)
+    for name, value in zip(("slices", "q_len", "k_len"), (*leaves, *lengths), strict=True):
+      object.__setattr__(mask, name, value)
+    return mask
+
+  # --- new masks from old ---
+
+  def __add__(self, other: AttentionMask) -> AttentionMask:
+    """The disjoint union."""
+    if not isinstance(other, AttentionMask):
+      return NotImplemented
+    if (self.q_len, self.k_len) != (other.q_len, other.k_len):
+      raise ValueError(
+        f"masks to add must have the same lengths, got {self.q_len} x {self.k_len} "
+        f"and {other.q_len} x {other.k_len}"
+      )
+    both = [self.slices, other.slices]
+    xp: Any = np if all(isinstance(s, np.ndarray) for s in both) else jnp
+    return AttentionMask(xp.concatenate(both), self.q_len, self.k_len)
+
+  def crop(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> AttentionMask:
+    """The mask inside a window of the score matrix, as a mask of its own.
+
+    The window may reach past the mask, where nothing is visible. The number of slices stays.
+    """
+    xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
+    s = self.slices
+    q_len, k_len = q_end - q_begin, k_end - k_begin
+    q = xp.clip(s[:, Q_BEGIN : Q_END + 1] - q_begin, 0, q_len)
+    k = xp.clip(s[:, K_BEGIN : K_END + 1] - k_begin, 0, k_len)
+    bands = s[:, LO : HI + 1]
+    shifted = xp.clip(bands - (k_begin - q_begin), -UNBOUNDED, UNBOUNDED)
+    bands = xp.where(xp.abs(bands) >= UNBOUNDED, bands, shifted)
+    return AttentionMask(xp.concatenate([q, k, bands], axis=1), q_len, k_len)
+
+  def pad(self, num_slices: int) -> AttentionMask:
+    """The same mask with zero slices appended, up to `num_slices`."""
+    missing = check_length("num_slices", num_slices) - self.slices.shape[0]
+    if missing < 0:
+      raise ValueError(f"the mask has {self.slices.shape[0]} slices, more than {num_slices}")
+    xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
+    slices = xp.concatenate([self.slices, xp.zeros((missing, 6), np.int32)])
+    return AttentionMask(slices, self.q_len, self.k_len)
+
+  # --- looking at it ---
+
+  def to_dense(self) -> np.ndarray | jax.Array:
+    """bool `[q_len, k_len]`, True where visible; numpy if the slices are concrete."""
+    if not isinstance(self.slices, np.ndarray):
+      rows = jnp.arange(self.q_len)[:, None]
+      return visible(self.slices, rows, jnp.arange(self.k_len)[None, :])
+    dense = np.zeros((self.q_len, self.k_len), bool)
+    for q_begin, q_end, k_begin, k_end, lo, hi in self.slices.tolist():
+      diagonal = np.arange(k_begin, k_end)[None, :] - np.arange(q_begin, q_end)[:, None]
+      dense[q_begin:q_end, k_begin:k_end] |= (lo <= diagonal) & (diagonal <= hi)
+    return dense
+
+  def area(self) -> int | jax.Array:
+    """Number of visible pairs: an exact int for concrete slices, else a float32 scalar."""
+    total = area_of(self.slices).sum()
+    return int(total) if isinstance(self.slices, np.ndarray) else total
+
+  def plot(self, ax: Any = None, *, title: str | None = None) -> Any:
+    """Draws the mask, one colour per slice, and returns the matplotlib axes.
+
+    Needs concrete slices and matplotlib (`pip install jax-magi[plot]`).
+    """
+    return plot_slices(self.slices, self.q_len, self.k_len, ax=ax, title=title)
+
+  def __repr__(self) -> str:
+    slices = self.slices
+    if isinstance(slices, np.ndarray) and slices.ndim == 2 and slices.dtype == np.int32:
+      detail = f"{slices.shape[0]} slices, {self.area()} visible pairs"
+    else:  # Traced, batched, or whatever a tree_map put here.
+      detail = f"slices={slices!r}"
+    return f"AttentionMask({self.q_len} x {self.k_len}, {detail})"

@@ -1,0 +1,199 @@
+"""Slices as arrays: what they show, how much, and whether they are legal.
+
+A slice is int32 (q_begin, q_end, k_begin, k_end, lo, hi); pair (i, j) is visible under it iff
+
+    q_begin <= i < q_end,   k_begin <= j < k_end,   lo <= j - i <= hi.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.arguments import MAX_LENGTH
+
+# A band without this edge.
+UNBOUNDED = MAX_LENGTH
+
+# Columns of a slice.
+Q_BEGIN, Q_END, K_BEGIN, K_END, LO, HI = range(6)
+
+# Pairs of slices compared at once by the overlap check, to bound its memory.
+_MAX_PAIRS = 1 << 22
+# Rectangles that are looked at for better cuts: it takes as long as their number squared.
+_MAX_GROUPED = 2048
+
+
+def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
+  """What slices show inside the arrays: those of a traced mask may reach beyond them."""
+  low = np.array([0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED], np.int32)
+  high = np.array([q_len, q_len, k_len, k_len, UNBOUNDED, UNBOUNDED], np.int32)
+  return jnp.clip(slices, low, high)
+
+
+def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
+  """Raises if a range is reversed, or reaches out of [0, length)."""
+  bad = (begin < 0) | (end > length) | (begin > end)
+  if bad.any():
+    i = int(np.argmax(bad))
+    what = "is reversed" if begin[i] > end[i] else f"is not inside [0, {length})"
+    raise ValueError(f"{name}[{i}] = [{begin[i]}, {end[i]}) {what}")
+
+
+def check_disjoint(slices: np.ndarray) -> None:
+  """Raises if two slices share a pair."""
+  sizes = area_of(slices)
+  index = np.flatnonzero(sizes)
+  order = index[np.argsort(slices[index, Q_BEGIN], kind="stable")]
+  s = slices[order].astype(np.int64)
+  # Sorted by first row, slice i can only meet the ones that begin before it ends.
+  last = np.searchsorted(s[:, Q_BEGIN], s[:, Q_END])
+  counts = np.maximum(last - np.arange(len(s)) - 1, 0)
+  stops = np.cumsum(counts)
+  first = 0
+  while first < len(s):
+    until = int(np.searchsorted(stops, stops[first] - counts[first] + _MAX_PAIRS, side="right"))
+    until = max(until, first + 1)
+    a = np.repeat(np.arange(first, until), counts[first:until])
+    starts = np.repeat(stops[first:until] - counts[first:until], counts[first:until])
+    b = a + 1 + np.arange(len(a)) + (stops[first] - counts[first]) - starts
+    q_begin = np.maximum(s[a, Q_BEGIN], s[b, Q_BEGIN])
+    q_end = np.minimum(s[a, Q_END], s[b, Q_END])
+    k_begin = np.maximum(s[a, K_BEGIN], s[b, K_BEGIN])
+    k_end = np.minimum(s[a, K_END], s[b, K_END])
+    # Every j - i between the corners of the common rectangle occurs in it.
+    lo = np.maximum(np.maximum(s[a, LO], s[b, LO]), k_begin - q_end + 1)
+    hi = np.minimum(np.minimum(s[a, HI], s[b, HI]), k_end - 1 - q_begin)
+    shared = (q_begin < q_end) & (k_begin < k_end) & (lo <= hi)
+    if shared.any():
+      pair = int(np.argmax(shared))
+      i, j = sorted((int(order[a[pair]]), int(order[b[pair]])))
+      raise ValueError(
+        f"slices {i} and {j} overlap, and a pair of tokens may be covered only once: "
+        f"{slices[i].tolist()} and {slices[j].tolist()} (q_begin, q_end, k_begin, k_end, lo, hi)"
+      )
+    first = until
+
+
+def area_of(slices: Any) -> Any:
+  """Number of visible pairs of each slice: int64 for numpy slices, float32 for traced ones."""
+  xp: Any = np if isinstance(slices, np.ndarray) else jnp
+  s = slices.astype(np.int64 if xp is np else np.float32)
+  height = xp.maximum(s[..., Q_END] - s[..., Q_BEGIN], 0)
+  width = xp.maximum(s[..., K_END] - s[..., K_BEGIN], 0)
+  corner = s[..., K_BEGIN] - s[..., Q_BEGIN]
+
+  def triangle(n):
+    n = xp.maximum(n, 0)
+    return n * (n + 1) // 2
+
+  def pairs_up_to(x):  # Pairs with j - i <= x, counted from the rectangle's corner.
+    x = xp.clip(x - corner, -height, width)
+    return triangle(x + height) - triangle(x) - triangle(x + height - width) + triangle(x - width)
+
+  return xp.maximum(pairs_up_to(s[..., HI]) - pairs_up_to(s[..., LO] - 1), 0)
+
+
+def grouped_by_keys(slices: np.ndarray) -> np.ndarray:
+  """The same pairs, full rectangles cut so that each key meets few of them.
+
+  A block-causal mask has a slice for each block of queries, and a key meets many; with a slice for
+  each block of keys it meets one. Where there would be more slices, they stay as they are.
+  """
+  areas = area_of(slices)
+  s, areas = slices[areas > 0], areas[areas > 0]
+  heights, widths = s[:, Q_END] - s[:, Q_BEGIN], s[:, K_END] - s[:, K_BEGIN]
+  is_full = areas == heights * widths.astype(np.int64)
+  full = s[is_full]
+  full = full[np.argsort(full[:, Q_BEGIN], kind="stable")]
+  if not _has_neighbours(full):
+    return slices
+  groups: list[tuple[int, int, list[list[int]]]] = []  # Keys, and the ranges of queries they meet.
+  for begin, end in itertools.pairwise(np.unique(full[:, [K_BEGIN, K_END]]).tolist()):
+    meets = full[(full[:, K_BEGIN] <= begin) & (end <= full[:, K_END])]
+    is_apart = meets[1:, Q_BEGIN] != meets[:-1, Q_END]
+    firsts, lasts = np.append(True, is_apart), np.append(is_apart, True)
+    ranges = (
+      np.stack([meets[firsts, Q_BEGIN], meets[lasts, Q_END]], 1).tolist() if len(meets) else []
+    )
+    if groups and groups[-1][1:] == (begin, ranges):
+      groups[-1] = (groups[-1][0], end, ranges)
+    else:
+      groups.append((begin, end, ranges))
+  rectangles = [
+    [*queries, begin, end, -UNBOUNDED, UNBOUNDED]
+    for begin, end, ranges in groups
+    for queries in ranges
+  ]
+  if len(rectangles) > len(full):
+    return slices
+  return np.concatenate([np.array(rectangles, np.int32), s[~is_full]])
+
+
+def _has_neighbours(full: np.ndarray) -> bool:
+  """Whether one rectangle ends where another begins, for some of the same keys. Sorted by query."""
+  begins, ends = full[:, Q_BEGIN], full[:, Q_END]
+  first, last = (np.searchsorted(begins, ends, side=side) for side in ("left", "right"))
+  if len(full) > _MAX_GROUPED or not (first < last).any():
+    return False
+  a = np.repeat(np.arange(len(full)), last - first)
+  b = np.concatenate([np.arange(i, j) for i, j in zip(first, last, strict=True)])
+  begin = np.maximum(full[a, K_BEGIN], full[b, K_BEGIN])
+  return bool((begin < np.minimum(full[a, K_END], full[b, K_END])).any())
+
+
+def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
+  """Whether any of `slices` ([n, 6]) shows pair (rows, keys); the two broadcast together."""
+  s = slices.reshape(slices.shape[0], 6, *(1,) * max(jnp.ndim(rows), jnp.ndim(keys)))
+  diagonal = keys - rows
+  return jnp.any(
+    (s[:, Q_BEGIN] <= rows)
+    & (rows < s[:, Q_END])
+    & (s[:, K_BEGIN] <= keys)
+    & (keys < s[:, K_END])
+    & (s[:, LO] <= diagonal)
+    & (diagonal <= s[:, HI]),
+    axis=0,
+  )
+
+
+def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:
+  """Whether any of `slices` shows a pair of the tile [q_begin, q_end) x [k_begin, k_end)."""
+  q_begin = jnp.maximum(slices[:, Q_BEGIN], q_begin)
+  q_end = jnp.minimum(slices[:, Q_END], q_end)
+  k_begin = jnp.maximum(slices[:, K_BEGIN], k_begin)
+  k_end = jnp.minimum(slices[:, K_END], k_end)
+  lo = jnp.maximum(slices[:, LO], k_begin - q_end + 1)
+  hi = jnp.minimum(slices[:, HI], k_end - 1 - q_begin)
+  return jnp.any((q_begin < q_end) & (k_begin < k_end) & (lo <= hi))
+
+
+def segment_bounds(name: str, ids: Any, max_segments: int) -> tuple[Any, Any]:
+  """First token and one past the last of segments 1 .. max_segments; both 0 if absent."""
+  num_segments = max_segments + 1
+  positions = np.arange(ids.shape[0], dtype=np.int32)
+  if not isinstance(ids, np.ndarray):
+    # Out-of-range ids are dropped by the segment operations.
+    begin = jax.ops.segment_min(positions, ids, num_segments)
+    end = jax.ops.segment_max(positions, ids, num_segments) + 1
+    is_absent = begin >= ids.shape[0]
+    return jnp.where(is_absent, 0, begin)[1:], jnp.where(is_absent, 0, end)[1:]
+  if ids.size and (ids.min() < 0 or ids.max() > max_segments):
+    raise ValueError(
+      f"{name} must lie in 0 .. max_segments = {max_segments}, got {ids.min()} .. {ids.max()}"
+    )
+  counts = np.bincount(ids, minlength=num_segments)
+  first = np.full(num_segments, ids.shape[0], np.int32)
+  np.minimum.at(first, ids, positions)
+  last = np.full(num_segments, -1, np.int32)
+  np.maximum.at(last, ids, positions)
+  first = np.where(counts > 0, first, 0)
+  is_split = last + 1 - first != counts
+  is_split[0] = False  # Padding may be anywhere.
+  if is_split.any():
+    raise ValueError(f"{name} must keep each segment contiguous; {np.argmax(is_split)} is not")
+  return first[1:], last[1:] + 1

@@ -1,0 +1,1 @@
+"""The native kernels as JAX functions. Nothing else knows the FFI or its target names."""

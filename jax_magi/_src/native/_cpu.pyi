@@ -1,0 +1,30 @@
+_Shape = tuple[int, ...]
+
+class AttentionNeeds:
+  """What a device asks of the caller: the struct of this name in `cc/attention.h`."""
+
+  @property
+  def workspace_bytes(self) -> int: ...
+  @property
+  def num_dkv_parts(self) -> int: ...
+  @property
+  def is_dq_summed(self) -> bool: ...
+  @property
+  def tile_list(self) -> bytes: ...
+  @property
+  def tile_stamp(self) -> int: ...
+
+def handlers() -> dict[str, object]: ...
+def attention_needs(
+  *,
+  q_shape: _Shape,
+  k_shape: _Shape,
+  value_dim: int,
+  slices_shape: _Shape,
+  dtype: str,
+  has_softcap: bool,
+  is_backward: bool,
+  deterministic: bool,
+  static_slices: bytes | None,
+) -> AttentionNeeds:
+  """What a call with these operands needs. `static_slices`, if known, give it a tile list."""

@@ -1,0 +1,174 @@
+"""The native attention kernels as JAX functions.
+
+    b: batch, or 1 for `slices` shared by the whole batch
+    q, dout, dq     [b, q_len, num_q_heads, dim]    lse, delta            [b, q_len, num_q_heads]
+    k, v, dk, dv    [b, k_len, num_kv_heads, dim]   sink, max_logits      [b, num_q_heads]
+    slices          [b, num_slices, 6]              tile_list             words, or none
+
+What an operand means is the same for every backend, and stands in `cc/attention.h`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.native.backends import Backend
+from jax_magi._src.native.call import native_call
+
+_FORWARD = "jax_magi_attention_forward"
+_BACKWARD = "jax_magi_attention_backward"
+
+
+def make_tile_list(
+  backend: Backend,
+  q,
+  k,
+  v,
+  slices,
+  *,
+  static_slices: bytes | None,
+  softcap: float,
+  is_backward: bool,
+  deterministic: bool,
+) -> np.ndarray:
+  """What the kernels derive from a mask that is known when the call is traced.
+
+  `static_slices` are the values of `slices`, of one list. The tile list serves any batch that
+  shares them, and any number of kv heads. It may be empty: then the device makes it in each call.
+  """
+  if static_slices is None or slices.shape[0] != 1:
+    return np.zeros(0, np.int32)
+  needs = _needs(
+    backend,
+    q,
+    k,
+    v,
+    slices,
+    softcap=softcap,
+    is_backward=is_backward,
+    deterministic=deterministic,
+    static_slices=static_slices,
+  )
+  return np.frombuffer(needs.tile_list, np.int32)
+
+
+def _needs(
+  backend: Backend,
+  q,
+  k,
+  v,
+  slices,
+  *,
+  softcap: float,
+  is_backward: bool,
+  deterministic: bool = False,
+  static_slices: bytes | None = None,
+) -> Any:
+  return backend.library.attention_needs(
+    q_shape=q.shape,
+    k_shape=k.shape,
+    value_dim=v.shape[-1],
+    slices_shape=slices.shape,
+    dtype=q.dtype.name,
+    has_softcap=softcap != 0.0,
+    is_backward=is_backward,
+    deterministic=deterministic,
+    static_slices=static_slices,
+  )
+
+
+def forward(
+  q,
+  k,
+  v,
+  slices,
+  sink,
+  tile_list,
+  *,
+  backend: Backend,
+  softmax_scale: float,
+  softcap: float,
+  sm_margin: int,
+  out_dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns out in `out_dtype`, which is q's or float32; lse and max_logits."""
+  value_dim = v.shape[-1]
+  q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
+  batch, q_len, num_q_heads, _ = q.shape
+  needs = _needs(backend, q, k, v, slices, softcap=softcap, is_backward=False)
+  out, lse, max_logits, _ = native_call(
+    _FORWARD,
+    (q, k, v, slices, sink, tile_list),
+    [
+      ((batch, q_len, num_q_heads, v.shape[-1]), out_dtype),
+      ((batch, q_len, num_q_heads), np.float32),
+      ((batch, num_q_heads), np.float32),
+      ((needs.workspace_bytes,), np.uint8),
+    ],
+    softmax_scale=np.float32(softmax_scale),
+    softcap=np.float32(softcap),
+    sm_margin=np.int32(sm_margin),
+    tile_stamp=np.int32(needs.tile_stamp),
+  )
+  return out[..., :value_dim], lse, max_logits
+
+
+def backward(
+  q,
+  k,
+  v,
+  dout,
+  lse,
+  delta,
+  slices,
+  tile_list,
+  *,
+  backend: Backend,
+  softmax_scale: float,
+  softcap: float,
+  deterministic: bool,
+  sm_margin: int,
+  grad_dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns dq, dk and dv in `grad_dtype`, which is q's or float32."""
+  dims = q.shape[-1], k.shape[-1], v.shape[-1]
+  q, k, v, dout = (_pad_dim(x, backend) for x in (q, k, v, dout))
+  needs = _needs(
+    backend, q, k, v, slices, softcap=softcap, is_backward=True, deterministic=deterministic
+  )
+  num_parts = needs.num_dkv_parts
+  part_dtype = grad_dtype if num_parts == 1 else np.float32
+  dq, *parts, _ = native_call(
+    _BACKWARD,
+    (q, k, v, dout, lse, delta, slices, tile_list),
+    [
+      (q.shape, np.float32 if needs.is_dq_summed else grad_dtype),
+      ((num_parts * k.shape[0], *k.shape[1:]), part_dtype),
+      ((num_parts * v.shape[0], *v.shape[1:]), part_dtype),
+      ((needs.workspace_bytes,), np.uint8),
+    ],
+    softmax_scale=np.float32(softmax_scale),
+    softcap=np.float32(softcap),
+    deterministic=bool(deterministic),
+    sm_margin=np.int32(sm_margin),
+    tile_stamp=np.int32(needs.tile_stamp),
+  )
+  if num_parts > 1:
+    # They are added one by one: XLA would choose the order of a sum anew for each program.
+    parts = [functools.reduce(operator.add, jnp.split(x, num_parts)) for x in parts]
+  if needs.is_dq_summed:
+    dq = dq * np.float32(softmax_scale)  # XLA does this in whatever reads dq next.
+  gradients = (x.astype(grad_dtype)[..., :dim] for x, dim in zip((dq, *parts), dims, strict=True))
+  return tuple(gradients)  # type: ignore[return-value]
+
+
+def _pad_dim(x, backend: Backend):
+  """Pads the last axis with zeros to what the backend's kernels take."""
+  missing = -x.shape[-1] % backend.head_dim_multiple
+  return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

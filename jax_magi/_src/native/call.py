@@ -1,0 +1,38 @@
+"""The one place that calls the FFI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_magi._src.native import backends  # noqa: F401 (it registers the targets)
+from jax_magi._src.transforms.varying import vary_together
+
+
+def native_call(
+  target: str,
+  operands: Sequence[Any],
+  results: Sequence[tuple[tuple[int, ...], Any]],
+  aliases: dict[int, int] | None = None,
+  **attributes: Any,
+) -> Any:
+  """Calls the handler that the platform has under `target`.
+
+  Args:
+    target: its name.
+    operands: arrays.
+    results: shape and dtype of each.
+    aliases: operands, by index, whose memory a result may take.
+    **attributes: numpy scalars and bools: the FFI takes no other type than the handler's own.
+  """
+  operands = vary_together(*operands)
+  # Results vary over the mesh axes of the operands; a bare ShapeDtypeStruct would claim that they
+  # are replicated.
+  like = jax.typeof(operands[0])
+  types = [
+    like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in results
+  ]
+  return jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **attributes)

@@ -1,0 +1,56 @@
+"""The native softmax kernels as JAX functions.
+
+x, y, dy, dx [b, heads, q_len, k_len]           mask: the same, each may be 1
+offset_probability, dot [b, heads, q_len]       offset [b or 1, heads]
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.native.call import native_call
+
+_FORWARD = "jax_magi_softmax_forward"
+_BACKWARD = "jax_magi_softmax_backward"
+
+
+def _band(lo: int, hi: int) -> dict[str, np.int32]:
+  return {"lo": np.int32(lo), "hi": np.int32(hi)}
+
+
+def forward(
+  x, mask, offset, *, scale: float, lo: int, hi: int, donate: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns y, and the offset's probability in each row. `mask` and `offset` may be None."""
+  rows = x.shape[:-1] if offset is not None else (0,)
+  y, offset_probability = native_call(
+    _FORWARD,
+    (
+      x,
+      # Made by an operation: custom_partitioning takes no constants.
+      jnp.zeros((0, 0, 0, 0), bool) if mask is None else mask,
+      jnp.zeros((0, 0), np.float32) if offset is None else offset,
+    ),
+    [(x.shape, x.dtype), (rows, np.float32)],
+    aliases={0: 0} if donate else None,
+    scale=np.float32(scale),
+    **_band(lo, hi),
+  )
+  return y, None if offset is None else offset_probability
+
+
+def backward(
+  y, dy, *, scale: float, lo: int, hi: int, donate: bool, with_dot: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """Returns dx, and each row's sum of y * dy if asked for."""
+  dx, dot = native_call(
+    _BACKWARD,
+    (y, dy),
+    [(y.shape, y.dtype), (y.shape[:-1] if with_dot else (0,), np.float32)],
+    aliases={1: 0} if donate else None,
+    scale=np.float32(scale),
+    **_band(lo, hi),
+  )
+  return dx, dot if with_dot else None

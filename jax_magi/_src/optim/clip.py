@@ -1,0 +1,162 @@
+"""QK-Clip as functions: gamma from statistics, and clipped parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_magi._src.optim.layout import HEADS
+from jax_magi._src.optim.projections import (
+  Attention,
+  Projections,
+  find_attention,
+  path_of,
+  shapes_of,
+)
+from jax_magi._src.optim.statistics import is_broken, raise_if_any, report_broken
+
+
+def qk_clip_gamma(max_logits: Any, threshold: Any = 100.0) -> jax.Array:
+  """The factor that brings each head's largest logit down to the threshold.
+
+  Args:
+    max_logits: any shape, heads (and layers) each for themselves.
+    threshold: positive; inf never clips.
+
+  Returns:
+    `threshold / max_logits` where that is above the threshold, exactly 1 elsewhere, in the shape of
+    `max_logits`. A maximum that is NaN or +inf raises `FloatingPointError`; under `jax.jit`, its
+    gamma is NaN.
+  """
+  check_threshold(threshold)
+  x = jnp.asarray(max_logits)
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"max_logits must hold floating point numbers, got {x.dtype}")
+  if not isinstance(x, jax.core.Tracer):
+    raise_if_any({None: is_broken(x)})
+  return jnp.where(is_broken(x), jnp.nan, _gamma(x, threshold))
+
+
+def apply_qk_clip(
+  params: Any,
+  max_logits: Any,
+  projections: Projections,
+  threshold: Any = 100.0,
+  *,
+  report: bool = True,
+) -> Any:
+  """Scales query and key projections so that no head's largest logit is above the threshold.
+
+  To be applied after the optimizer's update. Heads at or below the threshold keep every bit.
+
+  Args:
+    params: parameters, any tree.
+    max_logits: float `[num_q_heads]`, or `[layers, num_q_heads]` where projections are stacked or
+      counted by `{layer}`; for a dictionary of projections, a dictionary of such. The maximum over
+      everything that was computed with these weights: see `reduce_max_logits`.
+    projections: where the projections are.
+    threshold: positive; inf never clips.
+    report: whether to tell of heads whose maximum is NaN or +inf: `FloatingPointError`, or under
+      `jax.jit` an error in the log "jax_magi". They, and heads that share a key with them, keep
+      their weights.
+
+  Returns:
+    params, clipped.
+  """
+  check_threshold(threshold)
+  attention = find_attention(params, projections)
+  statistics = match_statistics(attention, max_logits)
+  if report:
+    report_broken(statistics)
+  factors = make_factors(params, attention, statistics, threshold)
+  return map_at(scale, factors, params)
+
+
+def match_statistics(
+  attention: Mapping[str | None, Attention], max_logits: Any
+) -> dict[str | None, jax.Array]:
+  """max_logits by group, each with the shape of its layers and heads, or an error."""
+  given = {None: max_logits} if None in attention else max_logits
+  if not isinstance(given, Mapping):
+    raise ValueError(
+      f"max_logits must be a dictionary with the keys {list(attention)}, like projections"
+    )
+  for name in given:
+    if name not in attention:
+      raise ValueError(f"max_logits has {name!r}, which projections do not")
+  statistics: dict[str | None, jax.Array] = {}
+  for name, found in attention.items():
+    if name not in given:
+      raise ValueError(f"max_logits has nothing for {name!r}")
+    x, where = given[name], "" if name is None else f"[{name!r}]"
+    if x is None or isinstance(x, Mapping):
+      raise ValueError(f"max_logits{where} must be an array, got {type(x).__name__}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(f"max_logits{where} must hold floating point numbers, got {x.dtype}")
+    if x.shape != found.shape:
+      axes = "[layers, num_q_heads]" if len(found.shape) == 2 else "[num_q_heads]"
+      raise ValueError(
+        f"max_logits{where} must be {axes} = {list(found.shape)}, as the projections are, "
+        f"got {list(x.shape)}; reduce_max_logits takes batch and microbatches out"
+      )
+    statistics[name] = lax.stop_gradient(x)
+  return statistics
+
+
+def make_factors(
+  params: Any,
+  attention: Mapping[str | None, Attention],
+  statistics: Mapping[str | None, jax.Array],
+  threshold: Any,
+) -> dict[str, jax.Array]:
+  """What to multiply each named parameter by, of a shape that broadcasts to it."""
+  shapes = shapes_of(params)
+  factors: dict[str, jax.Array] = {}
+  for name, found in attention.items():
+    x = statistics[name]
+    groups = x.reshape(*x.shape[:-1], found.num_groups, -1)
+    gamma = _gamma(groups, threshold).min(axis=-1)
+    # What such a group needs is not known: it waits until its statistics are sound.
+    gamma = jnp.where(is_broken(groups).any(axis=-1), 1.0, gamma)
+    for site in found.sites:
+      own = gamma if site.layer is None else gamma[site.layer]
+      shape = shapes[site.path]
+      num_heads = site.projection.sizes(site.path, shape)[HEADS]
+      own = jnp.repeat(own**site.power, num_heads // found.num_groups, axis=-1)
+      factor = site.projection.spread(site.path, shape, own)
+      factors[site.path] = factors.get(site.path, 1.0) * factor
+  return factors
+
+
+def map_at(fun: Any, factors: Mapping[str, jax.Array], tree: Any, *rest: Any) -> Any:
+  """`fun(leaf, *leaves of rest, factor)` for leaves that have a factor; others stay."""
+
+  def visit(keys, leaf, *others):
+    factor = factors.get(path_of(keys))
+    return leaf if factor is None else fun(leaf, *others, factor)
+
+  return jax.tree_util.tree_map_with_path(visit, tree, *rest)
+
+
+def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
+  """x * factor in x's dtype, and x itself, bit for bit, where the factor is 1."""
+  return jnp.where(factor == 1.0, x, (x * factor).astype(x.dtype))
+
+
+def _gamma(max_logits: jax.Array, threshold: Any) -> jax.Array:
+  is_above = max_logits > threshold
+  return jnp.where(is_above, threshold / jnp.where(is_above, max_logits, 1.0), 1.0)
+
+
+def check_threshold(threshold: Any) -> None:
+  """The threshold is positive, as far as that can be known."""
+  if isinstance(threshold, jax.core.Tracer):
+    return
+  if np.ndim(threshold) != 0 or not threshold > 0.0:
+    raise ValueError(f"threshold must be a positive number, got {threshold}")

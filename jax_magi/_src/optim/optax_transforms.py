@@ -1,0 +1,246 @@
+"""QK-Clip and Muon as Optax transforms."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.optim import clip
+from jax_magi._src.optim.layout import Layout, parse_layout
+from jax_magi._src.optim.projections import (
+  Projections,
+  find_attention,
+  find_paths,
+  groups_of,
+  is_named_by,
+  path_of,
+  shapes_of,
+)
+from jax_magi._src.optim.statistics import is_broken, raise_if_any, report_broken
+
+
+class QkClipState(NamedTuple):
+  """State of `qk_clip`.
+
+  Attributes:
+    max_logits: the maximum since the last clip, in the shape of the argument; -inf right after it.
+    num_broken: int32, the same shape: how often a maximum was NaN or +inf.
+  """
+
+  max_logits: Any
+  num_broken: Any
+
+
+def qk_clip(
+  projections: Projections,
+  threshold: Any = 100.0,
+  *,
+  accumulate: bool = False,
+  report: bool = True,
+) -> Any:
+  """QK-Clip, as the last transform of an Optax chain.
+
+      optimizer = optax.chain(optax.contrib.muon(learning_rate), qk_clip(projections))
+      updates, state = optimizer.update(grads, state, params, max_logits=max_logits)
+      params = optax.apply_updates(params, updates)
+
+  It changes the update so that the parameters, once updated, are those of `apply_qk_clip`.
+  Everything before it in the chain must have seen the learning rate.
+
+  Gradient accumulation by `optax.MultiSteps` goes before `qk_clip`, which then keeps the maximum:
+
+      optax.chain(
+        optax.MultiSteps(optimizer, every_k_schedule=4).gradient_transformation(),
+        qk_clip(projections, accumulate=True),
+      )
+
+  Around it, `MultiSteps` throws away all that happens inside before its last call, and with it
+  every maximum but the last: there, `max_logits` must be the maximum over the microbatches already.
+
+  Args:
+    projections: where the projections are.
+    threshold: positive; inf never clips.
+    accumulate: whether to clip only when an update is not all zeros, by the maximum over all steps
+      since the last one that was not. Steps that leave the parameters as they are then only add
+      their maximum.
+    report: as in `apply_qk_clip`, with the log. JAX neither exports programs that can call the host
+      nor keeps them in its persistent compilation cache; with False, nothing calls it, and
+      `raise_if_broken(state)` is how to know.
+
+  Returns:
+    `optax.GradientTransformationExtraArgs`; `update` needs `params` and `max_logits`.
+  """
+  optax = _import_optax("qk_clip")
+  clip.check_threshold(threshold)
+
+  def init(params):
+    attention = find_attention(params, projections)
+    low = {name: jnp.full(a.shape, -jnp.inf, np.float32) for name, a in attention.items()}
+    none = {name: jnp.zeros(a.shape, np.int32) for name, a in attention.items()}
+    return QkClipState(_ungroup(low), _ungroup(none))
+
+  def update(updates, state, params=None, *, max_logits=None, **_):
+    if params is None:
+      raise ValueError("qk_clip needs params: optimizer.update(grads, state, params, ...)")
+    if max_logits is None:
+      raise ValueError("qk_clip needs max_logits: optimizer.update(..., max_logits=max_logits)")
+    attention = find_attention(params, projections)
+    given = clip.match_statistics(attention, max_logits)
+    so_far = clip.match_statistics(attention, state.max_logits)
+    if report:
+      report_broken(given)
+    num_broken = jax.tree.map(lambda n, x: n + is_broken(x), state.num_broken, _ungroup(given))
+    highest = {name: jnp.maximum(so_far[name], x.astype(np.float32)) for name, x in given.items()}
+    factors = clip.make_factors(params, attention, highest, threshold)
+    if not accumulate:
+      low = {name: jnp.full_like(x, -jnp.inf) for name, x in highest.items()}
+    else:
+      moves = _any_nonzero(updates)
+      factors = {path: jnp.where(moves, f, 1.0) for path, f in factors.items()}
+      low = {name: jnp.where(moves, -jnp.inf, x) for name, x in highest.items()}
+    updates = clip.map_at(_clip_update, factors, updates, params)
+    return updates, QkClipState(_ungroup(low), num_broken)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def muon_clip(
+  learning_rate: Any,
+  projections: Projections,
+  matrices: Mapping[str, str],
+  threshold: Any = 100.0,
+  *,
+  weight_decay: Any = 0.1,
+  consistent_rms: Any = 0.2,
+  every_k_schedule: int | Callable[[Any], Any] = 1,
+  report: bool = True,
+  **muon_options: Any,
+) -> Any:
+  """Muon with QK-Clip: `optax.contrib.muon`, then `qk_clip`.
+
+  Muon updates the kernels that `projections` and `matrices` name, and AdamW, at the same learning
+  rate, everything else: embeddings, the output head, norms, biases.
+
+      optimizer = muon_clip(
+        0.02,
+        projections,
+        {
+          "blocks/attention/value/kernel": "layers embed -> heads dim",
+          "blocks/attention/out/kernel": "layers heads dim -> embed",
+          "blocks/mlp/up/kernel": "layers embed -> hidden",
+          "blocks/mlp/down/kernel": "layers hidden -> embed",
+        },
+      )
+
+  Args:
+    learning_rate: number or schedule.
+    projections: where the query and key projections are.
+    matrices: layouts of all other kernels for Muon, by path, in the language of `Projection`. Axes
+      named `layers` or `experts` are stacks of matrices; the other axes before the arrow together
+      are a matrix's rows, those behind it its columns.
+    threshold: of QK-Clip.
+    weight_decay: of Muon's kernels, times the learning rate. AdamW's is `adam_weight_decay`.
+    consistent_rms: the root mean square of Muon's updates, per learning rate, whatever the kernel's
+      shape; 0.2 is that of AdamW's.
+    every_k_schedule: as in `optax.MultiSteps`: over how many calls gradients are averaged, and
+      max_logits are joined, before the parameters change.
+    report: as in `qk_clip`.
+    **muon_options: further arguments of `optax.contrib.muon`.
+
+  Returns:
+    `optax.GradientTransformationExtraArgs`; `update` needs `params` and `max_logits`.
+  """
+  optax = _import_optax("muon_clip")
+  layouts = _muon_layouts(projections, matrices)
+
+  def dimension_numbers(params):
+    def numbers(keys, _):
+      named = [x for path, x in layouts.items() if is_named_by(path, path_of(keys))]
+      return optax.contrib.MuonDimensionNumbers(*named[0].muon_axes()) if named else None
+
+    return jax.tree_util.tree_map_with_path(numbers, params)
+
+  muon = optax.contrib.muon(
+    learning_rate,
+    weight_decay=weight_decay,
+    consistent_rms=consistent_rms,
+    muon_weight_dimension_numbers=dimension_numbers,
+    **muon_options,
+  )
+  accumulate = not isinstance(every_k_schedule, int) or every_k_schedule > 1
+  if accumulate:
+    muon = optax.MultiSteps(muon, every_k_schedule).gradient_transformation()
+  both = optax.chain(muon, qk_clip(projections, threshold, accumulate=accumulate, report=report))
+
+  def init(params):
+    # Here and not in dimension_numbers, which Optax also calls with parts of the parameters.
+    shapes = shapes_of(params)
+    for path, layout in layouts.items():
+      for found in find_paths(path, shapes):
+        layout.check_rank(found, shapes[found])
+    return both.init(params)
+
+  return optax.GradientTransformationExtraArgs(init, both.update)
+
+
+def raise_if_broken(state: Any) -> None:
+  """Raises `FloatingPointError` if a maximum that `qk_clip` was given was ever NaN or +inf.
+
+  Args:
+    state: any tree that holds `QkClipState`: the state of a whole optimizer. Not traced.
+  """
+  leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QkClipState))
+  states = [x for x in leaves if isinstance(x, QkClipState)]
+  if not states:
+    raise ValueError("state holds no QkClipState")
+  for x in states:
+    counts = x.num_broken if isinstance(x.num_broken, Mapping) else {None: x.num_broken}
+    raise_if_any({name: np.asarray(count) > 0 for name, count in counts.items()})
+
+
+def _import_optax(name: str) -> Any:
+  try:
+    importlib.import_module("optax.contrib")
+    return importlib.import_module("optax")
+  except ImportError as error:
+    raise ImportError(f"{name} needs Optax: pip install 'jax-magi[optim]'") from error
+
+
+def _ungroup(by_group: dict[str | None, Any]) -> Any:
+  """As the caller has it: an array where projections are not a dictionary."""
+  return by_group.get(None, by_group)
+
+
+def _any_nonzero(updates: Any) -> jax.Array:
+  return functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in jax.tree.leaves(updates)])
+
+
+def _clip_update(update: jax.Array, param: jax.Array, factor: jax.Array) -> jax.Array:
+  clipped = (param + update) * factor - param
+  return jnp.where(factor == 1.0, update, clipped.astype(update.dtype))
+
+
+def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict[str, Layout]:
+  """Layouts of all matrices, by path; biases of projections are none."""
+  layouts = {path: parse_layout(text) for path, text in matrices.items()}
+  for path, layout in layouts.items():
+    if layout.muon_axes() is None:
+      raise ValueError(f"matrices[{path!r}] must have inputs and outputs, got {layout.text!r}")
+  for group in groups_of(projections).values():
+    for _, _, parameters in group.roles():
+      for projection in parameters:
+        layout = projection.parsed
+        if layouts.get(projection.path, layout) != layout:
+          raise ValueError(
+            f"{projection.path} has two layouts, {layout.text!r} and "
+            f"{layouts[projection.path].text!r}"
+          )
+        if layout.muon_axes() is not None:
+          layouts[projection.path] = layout
+  return layouts

@@ -1,0 +1,297 @@
+"""Where in a model's parameters the query and key projections are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey, GetAttrKey
+
+from jax_magi._src.optim.layout import DIM, HEADS, LAYERS, Layout, parse_layout
+
+_LAYER = "{layer}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+  """One parameter of a query or key projection: a kernel or a bias.
+
+  Attributes:
+    path: keys from the root of the parameters, `"blocks/attention/query/kernel"`. Layers that are
+      not stacked are `{layer}`, counted from 0: `"block_{layer}/attention/query/kernel"`.
+    layout: names of the axes, `"inputs -> outputs"`. `heads`, `dim` (inside a head) and `layers`
+      (stacked by scan, anywhere) have a meaning, others are free:
+      `"embed -> heads dim"`, `"layers embed -> heads dim"`, `"embed -> (heads dim)"` for a kernel
+      `[embed, heads * dim]`, `"-> heads dim"` for a bias.
+    num_heads: needed where the layout merges heads with another axis.
+    dims: the part `[begin, end)` of `dim` that is meant; None is all of it. For kernels that hold
+      several things in a head, as in MLA.
+  """
+
+  path: str
+  layout: str
+  num_heads: int | None = None
+  dims: tuple[int, int] | None = None
+
+  def __post_init__(self):
+    layout = self.parsed
+    if HEADS not in layout.names:
+      raise ValueError(f"layout of {self.path} must name heads, got {self.layout!r}")
+    if _LAYER in self.path and LAYERS in layout.names:
+      raise ValueError(f"{self.path} is one of many layers, its layout cannot stack layers as well")
+    for axis in layout.axes:
+      if len(axis) == 1:
+        continue
+      if set(axis) - {HEADS, DIM}:
+        raise NotImplementedError(
+          f"layout of {self.path} may merge heads and dim alone, got {self.layout!r}"
+        )
+      if self.num_heads is None:
+        raise ValueError(f"{self.path} needs num_heads: its layout {self.layout!r} merges them")
+    if self.dims is not None:
+      if DIM not in layout.names:
+        raise ValueError(f"dims of {self.path} needs dim in its layout, got {self.layout!r}")
+      if len(self.dims) != 2 or not 0 <= self.dims[0] < self.dims[1]:
+        raise ValueError(f"dims of {self.path} must be (begin, end), got {self.dims}")
+
+  @property
+  def parsed(self) -> Layout:
+    """The layout."""
+    return parse_layout(self.layout)
+
+  def sizes(self, path: str, shape: tuple[int, ...]) -> dict[str, int]:
+    """Sizes of heads, and of dim and layers where there are any, in a parameter of this shape."""
+    layout = self.parsed
+    layout.check_rank(path, shape)
+    sizes = {}
+    for axis, size in zip(layout.axes, shape, strict=True):
+      if len(axis) == 1:
+        sizes[axis[0]] = size
+      else:
+        assert self.num_heads is not None
+        if size % self.num_heads:
+          raise ValueError(f"{path} has shape {list(shape)}, not a multiple of {self.num_heads}")
+        sizes |= {HEADS: self.num_heads, DIM: size // self.num_heads}
+    if self.num_heads not in (None, sizes[HEADS]):
+      raise ValueError(f"{path} has {sizes[HEADS]} heads, but num_heads is {self.num_heads}")
+    if self.dims is not None and self.dims[1] > sizes[DIM]:
+      raise ValueError(f"{path} has heads of {sizes[DIM]}, but dims is {self.dims}")
+    return {name: sizes[name] for name in (LAYERS, HEADS, DIM) if name in sizes}
+
+  def spread(self, path: str, shape: tuple[int, ...], gamma: jax.Array) -> jax.Array:
+    """gamma, `[layers, heads]` or `[heads]`, as a factor that broadcasts to the parameter.
+
+    The parameter itself is never reshaped, so that it keeps its sharding.
+    """
+    sizes, layout = self.sizes(path, shape), self.parsed
+    present = [name for name in (LAYERS, HEADS, DIM) if name in sizes]
+    factor = gamma
+    if DIM in sizes:
+      begin, end = self.dims or (0, sizes[DIM])
+      is_meant = (np.arange(sizes[DIM]) >= begin) & (np.arange(sizes[DIM]) < end)
+      factor = jnp.where(is_meant, gamma[..., None], 1.0)
+    factor = factor.transpose([present.index(n) for n in layout.names if n in sizes])
+    named = [bool(set(axis) & set(sizes)) for axis in layout.axes]
+    return factor.reshape([size if n else 1 for size, n in zip(shape, named, strict=True)])
+
+
+@dataclasses.dataclass(frozen=True)
+class QkProjections:
+  """Multi-head and grouped-query attention: query heads g*G .. g*G+G-1 use key head g.
+
+  Both sides take half of the correction. A group's heads share its key head, so they share the
+  strongest correction that one of them needs.
+
+  Attributes:
+    q: kernel, or kernel and bias, of the query projection.
+    k: the same of the key projection.
+  """
+
+  q: Projection | Sequence[Projection]
+  k: Projection | Sequence[Projection]
+
+  def roles(self) -> list[tuple[str, float, tuple[Projection, ...]]]:
+    """(name, power of gamma, parameters)."""
+    return [("q", 0.5, _as_tuple("q", self.q)), ("k", 0.5, _as_tuple("k", self.k))]
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaProjections:
+  """Multi-head latent attention: heads with a part of their own, and one rotary key for all heads.
+
+  The rotary key is shared and is left alone, so the rotary query takes the whole correction; the
+  other two take half of it each. Where one kernel holds several of them, `Projection.dims` tells
+  them apart.
+
+  Attributes:
+    q_nope: the query's part without rotary embedding, `heads` and `dim` its output.
+    q_rope: the query's rotary part.
+    k_nope: the key's part without rotary embedding; often one kernel with the values.
+  """
+
+  q_nope: Projection | Sequence[Projection]
+  q_rope: Projection | Sequence[Projection]
+  k_nope: Projection | Sequence[Projection]
+
+  def roles(self) -> list[tuple[str, float, tuple[Projection, ...]]]:
+    """(name, power of gamma, parameters)."""
+    powers = {"q_nope": 0.5, "q_rope": 1.0, "k_nope": 0.5}
+    return [(name, power, _as_tuple(name, getattr(self, name))) for name, power in powers.items()]
+
+
+Projections = QkProjections | MlaProjections | Mapping[str, QkProjections | MlaProjections]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+  """One parameter that a projection names.
+
+  Attributes:
+    path: where it is.
+    layer: its row in the statistics; None where it has all of them, or there are none.
+    power: the power of gamma that it is scaled by.
+    projection: what named it.
+  """
+
+  path: str
+  layer: int | None
+  power: float
+  projection: Projection
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+  """Attention layers of one kind, found in the parameters.
+
+  Attributes:
+    shape: of their statistics: (layers, query heads), or (query heads,).
+    num_groups: heads of the fewest-headed projection, which others share in groups.
+    sites: the parameters to scale.
+  """
+
+  shape: tuple[int, ...]
+  num_groups: int
+  sites: tuple[Site, ...]
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+  """A leaf's path, without the box in which Flax may have it: an object in a dictionary."""
+  if len(keys) > 1 and isinstance(keys[-2], DictKey) and keys[-1] == GetAttrKey("value"):
+    keys = keys[:-1]
+  return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+  """Shapes of all parameters, by path."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  return {path_of(keys): tuple(np.shape(x)) for keys, x in leaves}
+
+
+def groups_of(projections: Projections) -> dict[str | None, QkProjections | MlaProjections]:
+  """Projections by group; a single one is the group None."""
+  groups: dict[Any, Any] = (
+    dict(projections) if isinstance(projections, Mapping) else {None: projections}
+  )
+  for group in groups.values():
+    if not isinstance(group, QkProjections | MlaProjections):
+      raise ValueError(
+        "projections must be QkProjections, MlaProjections, or a dictionary of them, "
+        f"got {type(group).__name__}"
+      )
+  return groups
+
+
+def is_named_by(pattern: str, path: str) -> bool:
+  """Whether a path, perhaps with `{layer}` in it, names this parameter."""
+  return _match_layer(pattern, path) is not None if _LAYER in pattern else pattern == path
+
+
+def find_paths(path: str, known: Iterable[str]) -> list[str]:
+  """The parameters that a path names, in order of layers."""
+  known = list(known)
+  if _LAYER not in path:
+    if path in known:
+      return [path]
+    raise ValueError(f"there is no parameter {path}; {_similar(path, known)}")
+  layers = ((_match_layer(path, candidate), candidate) for candidate in known)
+  found = {layer: candidate for layer, candidate in layers if layer is not None}
+  if not found:
+    raise ValueError(f"there is no parameter {path}, for any layer; {_similar(path, known)}")
+  for layer in range(max(found) + 1):
+    if layer not in found:
+      raise ValueError(f"there is no parameter {path} for layer {layer}, but there is one after it")
+  return [found[layer] for layer in range(len(found))]
+
+
+def find_attention(params: Any, projections: Projections) -> dict[str | None, Attention]:
+  """Finds all projections, by group."""
+  shapes = shapes_of(params)
+  found: dict[str | None, Attention] = {}
+  scaled: dict[str, list[Projection]] = {}
+  for name, group in groups_of(projections).items():
+    found[name] = _find_group(shapes, group)
+    for site in found[name].sites:
+      scaled.setdefault(site.path, []).append(site.projection)
+  for path, users in scaled.items():
+    _check_apart(path, users)
+  return found
+
+
+def _find_group(shapes: Mapping[str, tuple[int, ...]], group: Any) -> Attention:
+  sites: list[Site] = []
+  heads: dict[str, int] = {}
+  layers: dict[str, int | None] = {}
+  for role, power, parameters in group.roles():
+    for projection in parameters:
+      paths = find_paths(projection.path, shapes)
+      for layer, path in enumerate(paths):
+        sizes = projection.sizes(path, shapes[path])
+        is_many = _LAYER in projection.path
+        sites.append(Site(path, layer if is_many else None, power, projection))
+        layers[projection.path] = len(paths) if is_many else sizes.get(LAYERS)
+        if heads.setdefault(role, sizes[HEADS]) != sizes[HEADS]:
+          raise ValueError(f"{path} has {sizes[HEADS]} heads, others of {role} {heads[role]}")
+  if len(set(layers.values())) > 1:
+    counts = ", ".join(f"{path} {count or 'not stacked'}" for path, count in layers.items())
+    raise ValueError(f"projections must have the same number of layers, got {counts}")
+  num_layers = next(iter(layers.values()))
+  num_q_heads, *others = heads.values()  # Queries are every group's first role.
+  num_groups = min(others)
+  if isinstance(group, MlaProjections) and set(others) != {num_q_heads}:
+    raise ValueError(f"projections must have the same number of heads, got {heads}")
+  if num_q_heads % num_groups:
+    raise ValueError(f"q's heads must be a multiple of k's, got {heads}")
+  shape = (num_q_heads,) if num_layers is None else (num_layers, num_q_heads)
+  return Attention(shape, num_groups, tuple(sites))
+
+
+def _match_layer(pattern: str, path: str) -> int | None:
+  """The number that stands for `{layer}`; None where the path is another one."""
+  match = re.fullmatch("([0-9]+)".join(map(re.escape, pattern.split(_LAYER))), path)
+  return int(match[1]) if match and len(set(match.groups())) == 1 else None
+
+
+def _check_apart(path: str, users: Sequence[Projection]) -> None:
+  for i, a in enumerate(users):
+    for b in users[:i]:
+      if a.dims is None or b.dims is None or max(a.dims[0], b.dims[0]) < min(a.dims[1], b.dims[1]):
+        raise ValueError(f"{path} is named twice; parts of one parameter need disjoint dims")
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Projection, ...]:
+  parameters = (value,) if isinstance(value, Projection) else tuple(value)
+  if not parameters or not all(isinstance(p, Projection) for p in parameters):
+    raise ValueError(f"{name} must be a Projection, or some of them, got {value!r}")
+  return parameters
+
+
+def _similar(path: str, known: Sequence[str]) -> str:
+  last = path.rsplit("/", 1)[-1]
+  similar = [p for p in known if p.rsplit("/", 1)[-1] == last] or list(known)
+  more = f", and {len(similar) - 8} more" if len(similar) > 8 else ""
+  return f"there are {', '.join(similar[:8])}{more}" if known else "there are none at all"

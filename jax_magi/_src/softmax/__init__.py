@@ -1,0 +1,1 @@
+"""Fused scale + mask + softmax: the public functions and the differentiable op."""

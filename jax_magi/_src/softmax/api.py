@@ -1,0 +1,313 @@
+"""Fused scale + mask + softmax: the public functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_number
+from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.masks.windows import band_around, window_band
+from jax_magi._src.native.backends import BACKENDS, check_implementation, default_platform
+from jax_magi._src.softmax.ops import SoftmaxConfig, softmax
+from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.transforms.varying import vary_together
+
+_log = logging.getLogger("jax_magi")
+_PLAIN = "xla"  # The name of the plain path.
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class SoftmaxExplanation:
+  """What a call does, and why. `str()` of it reads well; `jit` may return it.
+
+  Attributes:
+    operation: what is fused, in words.
+    native: the platforms on which our kernels run. On all others, XLA compiles plain JAX.
+    notes: reasons, and what else may surprise.
+  """
+
+  operation: str
+  native: tuple[str, ...]
+  notes: tuple[str, ...]
+
+  def __str__(self) -> str:
+    where = " and ".join(self.native) or "no platform"
+    return "; ".join([f"{self.operation}: native kernels on {where}", *self.notes])
+
+
+def scaled_softmax(x: jax.Array, scale: float = 1.0) -> jax.Array:
+  """Softmax of `scale * x` over the last axis.
+
+  Args:
+    x: `[..., q_len, k_len]`, float32, bfloat16 or float16.
+    scale: static.
+
+  Returns:
+    Probabilities, like x. They are computed in float32 and rounded once.
+
+  >>> scaled_softmax(jnp.array([[1.0, 1.0, 1.0, 1.0]]), 0.5)
+  Array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
+  """
+  return fused_scale_mask_softmax(x, scale=scale)
+
+
+def scaled_masked_softmax(x: jax.Array, mask: jax.Array, scale: float = 1.0) -> jax.Array:
+  """Softmax of `scale * x` over what a boolean mask shows, or of `scale * x + mask`.
+
+  Args:
+    x: `[..., q_len, k_len]`, float32, bfloat16 or float16.
+    mask: boolean, **True where a pair is visible**, or floats to add. It may broadcast over batch,
+      heads, rows or columns, and is then never written out in x's shape.
+    scale: static.
+
+  Returns:
+    Probabilities, like x. Rows that see nothing are zero.
+
+  >>> scaled_masked_softmax(jnp.zeros((2, 4)), jnp.array([True, True, False, False]))
+  Array([[0.5, 0.5, 0. , 0. ],
+         [0.5, 0.5, 0. , 0. ]], dtype=float32)
+  """
+  return fused_scale_mask_softmax(x, mask, scale=scale)
+
+
+def scaled_upper_triang_masked_softmax(x: jax.Array, scale: float = 1.0) -> jax.Array:
+  """Softmax of `scale * x` where the last row sees all columns, and each row above one fewer.
+
+  Args:
+    x: `[..., q_len, k_len]`, float32, bfloat16 or float16. Columns that are not visible are not
+      read.
+    scale: static.
+
+  Returns:
+    Probabilities, like x. Rows that see nothing (where `q_len > k_len`) are zero.
+
+  >>> scaled_upper_triang_masked_softmax(jnp.zeros((2, 4)))
+  Array([[0.33333334, 0.33333334, 0.33333334, 0.        ],
+         [0.25      , 0.25      , 0.25      , 0.25      ]], dtype=float32)
+  """
+  return fused_scale_mask_softmax(x, scale=scale, is_causal=True)
+
+
+def fused_scale_mask_softmax(
+  x: jax.Array,
+  mask: jax.Array | None = None,
+  *,
+  scale: float = 1.0,
+  is_causal: bool = False,
+  window: int | tuple[int | None, int | None] | None = None,
+  offset: jax.Array | str | None = None,
+  softmax_in_fp32: bool = True,
+  donate: bool = False,
+  implementation: str | None = None,
+  explain: bool = False,
+) -> Any:
+  """Softmax over the last axis of `scale * x + mask`, over visible columns.
+
+  A column is visible if all of `mask`, `is_causal` and `window` show it. The kernels do not read
+  what the latter two hide, neither forward nor backward.
+
+  Args:
+    x: `[..., heads, q_len, k_len]`, or `[q_len, k_len]`: float32, bfloat16 or float16.
+    mask: boolean, **True where a pair is visible**, or floats to add, which have a gradient. It
+      may broadcast over batch, heads, rows or columns, and is then never written out in x's shape.
+    scale: static.
+    is_causal: whether to hide columns after the row's own. The last row's own column is the last.
+    window: (left, right) columns that a row sees around its own; None is no limit, an int is both.
+    offset: one more logit in each row's softmax, whose share is left out: `[heads]`, or one for
+      all, with a gradient; or "off-by-one", a logit of 0: `exp(s) / (1 + sum(exp(s)))`.
+    softmax_in_fp32: kept for those who know it from elsewhere. Arithmetic is float32 either way:
+      more precise, and no slower, as memory is the limit.
+    donate: whether the result may take x's memory. Inside `jit`, that saves an array of x's size
+      if nothing else uses x; if something does, XLA copies x first. Likewise for the gradients.
+    implementation: "cpu", "cuda" or "xla" (plain JAX). None takes the native kernel of the
+      platform compiled for, or else "xla".
+    explain: whether to return (probabilities, `SoftmaxExplanation`). It is logged, too, under
+      "jax_magi" (DEBUG, or WARNING where a native kernel could not be used).
+
+  Returns:
+    Probabilities, like x. Rows that see nothing, or only scores of -inf, are zero.
+
+  >>> x = jnp.zeros((1, 3, 3))
+  >>> fused_scale_mask_softmax(x, is_causal=True, window=(1, 0), offset="off-by-one")
+  Array([[[0.5       , 0.        , 0.        ],
+          [0.33333334, 0.33333334, 0.        ],
+          [0.        , 0.33333334, 0.33333334]]], dtype=float32)
+  """
+  x = _check_x(x)
+  mask = _check_mask(mask, x)
+  offset = _check_offset(offset, x)
+  scale = _check_scale(scale)
+  for name, flag in (
+    ("is_causal", is_causal),
+    ("softmax_in_fp32", softmax_in_fp32),
+    ("donate", donate),
+    ("explain", explain),
+  ):
+    check_flag(name, flag)
+  lo, hi = _band(x, bool(is_causal), window)
+  explanation = _explain(x, mask, offset, is_causal, window, softmax_in_fp32, implementation)
+  config = SoftmaxConfig(scale, lo, hi, bool(donate), implementation)
+  y = _call(config, x, mask, offset)
+  return (y, explanation) if explain else y
+
+
+# --- What a caller can get wrong ---
+
+
+def _check_x(x: Any) -> Any:
+  if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    raise ValueError(f"x must be an array, got {type(x).__name__}")
+  if len(x.shape) < 2:
+    raise ValueError(f"x must be [..., heads, q_len, k_len] or [q_len, k_len], got {list(x.shape)}")
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise ValueError(f"x must hold floating point numbers, got {x.dtype}")
+  if max(x.shape[-2:]) >= MAX_LENGTH:
+    raise ValueError(f"x must have fewer than 2**30 rows and columns, got {list(x.shape[-2:])}")
+  if jnp.finfo(x.dtype).bits < 16:
+    raise NotImplementedError(f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
+  return jnp.asarray(x)
+
+
+def _check_mask(mask: Any, x: Any) -> Any:
+  """As many dimensions as x, and a dtype that kernels take."""
+  if mask is None:
+    return None
+  if isinstance(mask, AttentionMask):
+    raise ValueError("mask must be an array, got an AttentionMask; its to_dense() is one")
+  mask = jnp.asarray(mask)
+  if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.floating):
+    raise ValueError(
+      f"mask must be boolean (True is visible) or floats to add, got {mask.dtype}; "
+      "for integers, pass mask != 0"
+    )
+  try:
+    fits = np.broadcast_shapes(mask.shape, x.shape) == x.shape
+  except ValueError:
+    fits = False
+  if not fits:
+    raise ValueError(f"mask must broadcast to x's {list(x.shape)}, got {list(mask.shape)}")
+  if mask.dtype not in (np.dtype(bool), x.dtype, np.dtype(np.float32)):
+    mask = mask.astype(np.promote_types(x.dtype, np.float32))
+  return mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+
+
+def _num_heads(x: Any) -> int:
+  return x.shape[-3] if x.ndim > 2 else 1
+
+
+def _check_offset(offset: Any, x: Any) -> Any:
+  """float32 `[heads]`."""
+  if offset is None:
+    return None
+  heads = _num_heads(x)
+  if isinstance(offset, str):
+    if offset != "off-by-one":
+      raise ValueError(f'offset must be None, "off-by-one" or an array, got {offset!r}')
+    return jnp.zeros(heads, np.float32)
+  offset = jnp.asarray(offset)
+  if not jnp.issubdtype(offset.dtype, jnp.floating):
+    raise ValueError(f"offset must hold floating point numbers, got {offset.dtype}")
+  if offset.shape not in ((), (1,), (heads,)):
+    raise ValueError(f"offset must be [{heads}], a logit for each head, got {list(offset.shape)}")
+  return jnp.broadcast_to(offset.astype(np.float32), (heads,))
+
+
+def _check_scale(scale: Any) -> float:
+  if isinstance(scale, jax.core.Tracer):
+    raise ValueError(
+      "scale must be a static number, got a traced value; multiply x by it, and leave scale at 1.0"
+    )
+  return check_number("scale", scale)
+
+
+def _band(x: Any, is_causal: bool, window: Any) -> tuple[int, int]:
+  """lo and hi: row i sees columns i + lo .. i + hi."""
+  q_len, k_len = x.shape[-2:]
+  lo, hi = band_around(k_len - q_len, window_band("window", window, is_causal=is_causal))
+  return int(lo), int(hi)
+
+
+def _explain(
+  x: Any,
+  mask: Any,
+  offset: Any,
+  is_causal: bool,
+  window: Any,
+  softmax_in_fp32: bool,
+  implementation: Any,
+) -> SoftmaxExplanation:
+  """Which kernels the call uses. An implementation that was asked for must be there."""
+  check_implementation(implementation, _PLAIN, lambda backend: backend.softmax_obstacle(x))
+  obstacles = {
+    platform: backend.softmax_obstacle(x)
+    for platform, backend in BACKENDS.items()
+    if implementation in (None, platform)
+  }
+  parts = {
+    "scale": True,
+    "boolean mask": mask is not None and mask.dtype == bool,
+    "additive mask": mask is not None and mask.dtype != bool,
+    "causal mask": is_causal,
+    "window": window is not None,
+    "offset": offset is not None,
+  }
+  notes = [f"not on {p}: {reason}" for p, reason in obstacles.items() if reason is not None]
+  if implementation == _PLAIN:
+    notes.append("implementation='xla' was asked for")
+  if not softmax_in_fp32:
+    notes.append("softmax_in_fp32=False changes nothing: arithmetic is float32, at no cost")
+  if mask is not None and _batch_of_mask(mask, x) not in (1, math.prod(mask.shape[:-3])):
+    notes.append("the mask is repeated for those leading axes of x that it does not have")
+  explanation = SoftmaxExplanation(
+    " + ".join([name for name, is_there in parts.items() if is_there] + ["softmax"]),
+    tuple(p for p, reason in obstacles.items() if reason is None),
+    tuple(notes),
+  )
+  is_slow_here = obstacles.get(default_platform()) is not None
+  _log.log(logging.WARNING if is_slow_here else logging.DEBUG, "%s", explanation)
+  return explanation
+
+
+# --- To the op's four dimensions ---
+
+
+def _batch_of_mask(mask: Any, x: Any) -> int:
+  """Of the folded mask: 1 if all of x's leading axes share it, else all of them."""
+  return 1 if math.prod(mask.shape[:-3]) == 1 else math.prod(x.shape[:-3])
+
+
+def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
+  operands = {"x": x, "mask": mask, "offset": offset}
+  operands = {name: a for name, a in operands.items() if a is not None}
+
+  def fold(name, a):
+    if name == "offset":
+      return a[None]
+    if a.ndim == 2:
+      return a[None, None]
+    if name == "mask":
+      batch = _batch_of_mask(a, x)
+      if batch != 1:
+        a = jnp.broadcast_to(a, x.shape[:-3] + a.shape[-3:])
+      return a.reshape(batch, *a.shape[-3:])
+    return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])
+
+  def fun(*arrays):
+    folded = {n: fold(n, a) for n, a in zip(operands, arrays, strict=True)}
+    y = softmax(config, folded["x"], folded.get("mask"), folded.get("offset"))
+    return y.reshape(x.shape)
+
+  def out_specs(x_axes):
+    return P(*x_axes[:-2], None, None)
+
+  # Before the custom derivative, so that the gradient of a replicated operand is summed.
+  return with_auto_axes(fun, x, out_specs)(*vary_together(*operands.values()))

@@ -1,0 +1,35 @@
+"""vmap of an op that has a batch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+
+def fold_batch(fun: Callable, shared: tuple[int, ...]) -> Callable:
+  """Makes vmap one larger batch: the mapped axis joins the leading one of every operand.
+
+  Operands whose index is in `shared` may have a leading axis of 1: one for the whole batch. They
+  stay so as long as they are not mapped.
+  """
+  folded = custom_vmap(fun)
+
+  @folded.def_vmap
+  def _(axis_size, is_mapped, *operands):
+    batch = operands[0].shape[1 if is_mapped[0] else 0]
+
+    def join(i, x):
+      if i in shared and not is_mapped[i] and x.shape[0] == 1:
+        return x  # Still shared by all.
+      if not is_mapped[i]:
+        x = x[None]
+      x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
+      return x.reshape(axis_size * batch, *x.shape[2:])
+
+    results = folded(*(join(i, x) for i, x in enumerate(operands)))
+    results = tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in results)
+    return results, (True,) * len(results)
+
+  return folded

@@ -1,0 +1,139 @@
+"""Lists of tiles that the CUDA kernels get for concrete masks: made on the host, without a GPU."""
+
+import numpy as np
+import pytest
+
+from jax_magi import AttentionMask
+from jax_magi._src.masks.slices import grouped_by_keys
+from jax_magi._src.native.backends import HOPPER
+
+if HOPPER.library is None:
+  pytest.skip("built without the CUDA kernels", allow_module_level=True)
+
+MASKS = {
+  "full": AttentionMask.full(1000),
+  "causal": AttentionMask.causal(1000),
+  "window": AttentionMask.sliding_window(3000, left=1023),
+  "documents": AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000], causal=True),
+  "tiny_documents": AttentionMask.from_cu_seqlens(np.arange(0, 1001, 10), causal=True),
+  "rectangle": AttentionMask.causal(300, 1000),
+  "few_queries": AttentionMask.causal(5, 1000),
+  "nothing": AttentionMask.full(1000).crop(0, 1000, 2000, 3000),
+}
+
+
+def _needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2, **changes):
+  slices = np.asarray(mask.slices)
+  call = {
+    "q_shape": (batch, mask.q_len, num_kv_heads * group, head_dim),
+    "k_shape": (batch, mask.k_len, num_kv_heads, head_dim),
+    "value_dim": head_dim,
+    "slices_shape": (1, *slices.shape),
+    "dtype": "bfloat16",
+    "has_softcap": False,
+    "is_backward": is_backward,
+    "deterministic": False,
+    "static_slices": slices.tobytes(),
+  }
+  return HOPPER.library.attention_needs(**(call | changes))
+
+
+def _tiles(mask, **call):
+  words = np.frombuffer(_needs(mask, **call).tile_list, np.int32).reshape(-1, 8)
+  assert words[0, 0] == len(words) - 1
+  batch, begin, num_rows, num_blocks = words[1:, :4].T
+  assert (batch == 0).all()
+  return begin, num_rows, num_blocks
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_row_is_in_one_tile(name, is_backward):
+  mask = MASKS[name]
+  begin, num_rows, num_blocks = _tiles(mask, is_backward=is_backward)
+  length = mask.k_len if is_backward else mask.q_len
+  counts = np.zeros(length, int)
+  for first, count in zip(begin, num_rows, strict=True):
+    counts[first : first + count] += 1
+  assert (counts == 1).all()
+  assert (np.diff(num_blocks) <= 0).all(), "the heaviest first"
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_hold_what_is_visible_and_little_more(name, is_backward):
+  mask = MASKS[name]
+  dense = mask.to_dense().T if is_backward else mask.to_dense()
+  columns = 80 if is_backward else 128  # Of a block, at head_dim 128.
+  for first, count, blocks in zip(*_tiles(mask, is_backward=is_backward), strict=True):
+    seen = np.flatnonzero(dense[first : first + count].any(axis=0))
+    assert (blocks == 0) == (len(seen) == 0)
+    assert blocks * columns >= len(seen)
+    if name != "tiny_documents":  # There a tile has many slices, and a block for each.
+      assert blocks * columns < len(seen) + columns * 2
+
+
+def test_tiles_are_cut_where_documents_begin():
+  begin, _, _ = _tiles(MASKS["documents"], is_backward=False)
+  assert {0, 700, 1700, 1900} <= set(begin.tolist())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 71])
+@pytest.mark.parametrize("q_len", [1, 5, 32, 33, 64, 65, 1000])
+def test_few_queries_share_a_tile_with_other_heads(q_len, group):
+  """A tile has 128 rows, and holds as many query heads as fit, but no more than a kv head has."""
+  needs = _needs(AttentionMask.causal(q_len, 1000), is_backward=False, group=group)
+  num_rows = needs.tile_stamp >> 10 & 1023  # Of one head.
+  pack = 128 // num_rows
+  assert pack in (1, 2, 4, 8, 16, 32, 64, 128) and pack * num_rows == 128
+  assert pack == 1 or (pack * q_len <= 128 and pack < 2 * group)
+  assert pack >= group or 2 * pack * q_len > 128, "another head would fit"
+
+
+def test_stamps_tell_tilings_apart():
+  calls = [
+    {"is_backward": is_backward, "head_dim": head_dim, "has_softcap": has_softcap}
+    for is_backward in (False, True)
+    for head_dim in (64, 128, 256)
+    for has_softcap in (False, True)
+  ]
+  stamps = [_needs(AttentionMask.causal(8192), **call).tile_stamp for call in calls]
+  assert 0 not in stamps and set(stamps[:6]).isdisjoint(stamps[6:])
+  # Head dims 64 and 128 have tiles of 192 and 128 rows.
+  assert stamps[0] != stamps[2]
+
+
+def test_deterministic_gradients_have_no_list_in_advance():
+  needs = _needs(AttentionMask.causal(1000), is_backward=True, deterministic=True)
+  assert not needs.tile_list and not needs.is_dq_summed
+
+
+@pytest.mark.parametrize(("length", "most_rows"), [(1024, 128), (1100, 192), (8192, 192)])
+def test_short_queries_of_head_dim_64_have_small_tiles(length, most_rows):
+  _, num_rows, _ = _tiles(AttentionMask.full(length), is_backward=False, head_dim=64)
+  assert num_rows.max() == most_rows
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [5, 100, 1100, 2048])
+def test_plans_do_not_depend_on_batch_and_heads(length, head_dim, is_backward):
+  """They are made before these are sharded."""
+  mask = AttentionMask.causal(length)
+  options = {"is_backward": is_backward, "head_dim": head_dim}
+  one = _tiles(mask, batch=1, num_kv_heads=1, **options)
+  many = _tiles(mask, batch=8, num_kv_heads=16, **options)
+  for x, y in zip(one, many, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_block_causal_cut_by_keys_computes_little_in_vain():
+  mask = AttentionMask.block_causal(256, 4096)
+  grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), 4096, 4096)
+  pairs = [_tiles(m, is_backward=True)[2].sum() * 128 * 80 for m in (mask, grouped)]
+  assert pairs[0] > 1.2 * mask.area() and pairs[1] < 1.05 * mask.area()
+
+
+def test_slices_of_another_length_are_refused():
+  with pytest.raises(ValueError, match="one slice list"):
+    _needs(AttentionMask.causal(8), is_backward=False, static_slices=b"1234")
