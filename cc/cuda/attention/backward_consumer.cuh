@@ -62,6 +62,8 @@ struct BackwardConsumer {
       if (num_blocks > 0) {
         if constexpr (Config::kTakesTurns) {
           ComputeInTurns();
+        } else if constexpr (Config::kInTwoBursts) {
+          ComputeInTwoBursts();
         } else {
           Compute();
         }
@@ -151,9 +153,54 @@ struct BackwardConsumer {
         WaitWgmma<1>();
         FenceRegisters(block.dx);
       }
-      Arrive(&shared.x_empty[x_stage]);
+      ReleaseX(x_stage);
       block.ReadStatistics(x_ring.stage);
       WaitWgmma<0>();
+    }
+  }
+
+  // Scores and dP are issued at once; then, from dS in registers and in shared memory, dV, dQ and
+  // dK. Nothing is in flight from one turn of the loop to the next, and dQ goes to shared memory
+  // under the product for dK, which leaves it half the bandwidth.
+  __device__ __forceinline__ void ComputeInTwoBursts() {
+    static_assert(Config::kDqSteps == 1, "there is one product for dQ");
+    for (bool is_last = false; !is_last;) {
+      const int x_stage = x_ring.stage, y_stage = YStage();
+      const int ds_stage = num_done % 2;
+      WaitForX();
+      block.ReadStatistics(x_stage);
+      FenceRegisters(
+          block.dp);  // Else ptxas copies them after the first product, and waits for it.
+      block.IssueScores(x_stage);
+      const int flags = BlockFlags();
+      is_last = flags & kLast;
+      WaitForY();
+      block.IssueDp(y_stage);
+      WaitWgmma<1>();
+      FenceRegisters(block.scores);
+      if (flags & kMasked) block.Hide(shared.block[x_stage]);
+      block.Probabilities(x_stage);
+      HoldProbabilities();
+      WaitWgmma<0>();
+      FenceRegisters(block.dp);
+      block.ScoreGradients();
+      block.WriteDs(Ds(ds_stage));
+      block.IssueDy(y_stage);
+      FenceAsyncProxy();
+      NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
+      block.IssueDq(Ds(ds_stage), 0);
+      WaitWgmma<1>();
+      FenceRegisters(block.dy);
+      ArriveByWarp(&shared.y_empty[y_stage], thread);
+      block.IssueDx(x_stage);
+      WaitWgmma<1>();
+      FenceRegisters(block.dq);
+      AddDq(x_stage, ds_stage, 0);
+      ++num_done;
+      x_ring.Advance();
+      WaitWgmma<0>();
+      FenceRegisters(block.dx);
+      ReleaseX(x_stage);
     }
   }
 
@@ -180,7 +227,7 @@ struct BackwardConsumer {
       WaitWgmma<2>();
       FenceRegisters(block.dx);
       FenceRegisters(block.dy);
-      Arrive(&shared.x_empty[x_stage]);
+      ReleaseX(x_stage);
       ArriveByWarp(&shared.y_empty[y_stage], thread);
       FinishInTurn(flags);
     }
@@ -191,7 +238,7 @@ struct BackwardConsumer {
     WaitWgmma<0>();
     FenceRegisters(block.dx);
     FenceRegisters(block.dy);
-    Arrive(&shared.x_empty[x_ring.stage]);
+    ReleaseX(x_ring.stage);
     ArriveByWarp(&shared.y_empty[YStage()], thread);
     x_ring.Advance();
     ++num_done;
@@ -233,6 +280,15 @@ struct BackwardConsumer {
     Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
   }
   __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
+
+  // Gives a stage of x back: a thread for its warp, or every thread for itself.
+  __device__ __forceinline__ void ReleaseX(int stage) {
+    if constexpr (Config::kReleasesByWarp) {
+      ArriveByWarp(&shared.x_empty[stage], thread);
+    } else {
+      Arrive(&shared.x_empty[stage]);
+    }
+  }
 
   // After the last block these scores are of no use. They are issued all the same, from the last
   // block's own position: under a condition, ptxas would run all products one by one.

@@ -113,13 +113,20 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   static constexpr bool kStartsScores = kStartIsScore && kByKeys;
   // Warpgroups take turns at their products. It is worth it where these are short.
   static constexpr bool kTakesTurns = !kHasDq && !kHasSoftcap && kHeadDim == 64;
+  // Two bursts of products a block: scores and dP, then dV, dQ and dK. With 64 dims it is 1%
+  // slower, with a cap there are no registers for it, and beyond 128 dims dQ takes two products.
+  static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim == 128;
+  // Fewer arrivals at the barrier of a stage. In the other loops ptxas would lose sight of what is
+  // the same for a whole warp, and compute descriptors in each thread.
+  static constexpr bool kReleasesByWarp = kInTwoBursts;
   // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
   // there are registers for them.
   static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
   // Whether dK must be done before the next scores are issued: with 80 queries and 128 dims, ptxas
   // else moves registers between them.
   static constexpr bool kWaitsForDx = kHeadDim == 128;
-  static constexpr bool kKeepsProbabilities = !kHasDq && (!kByKeys || Tile::kBlockColumns <= 64);
+  static constexpr bool kKeepsProbabilities =
+      kInTwoBursts || (!kHasDq && (!kByKeys || Tile::kBlockColumns <= 64));
   static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers / Tile::kDimParts;
   // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
   // queries.
