@@ -85,8 +85,9 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
 
   constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
-  return LaunchPersistent(BackwardKernel<Config>, params, Config::kNumThreads, kSharedBytes,
-                          MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
+  return LaunchPersistent<BackwardKernel<Config>>(
+      params, Config::kNumThreads, kSharedBytes,
+      MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
 }
 
 template <int kHeadDim, typename Element, bool kHasSoftcap>

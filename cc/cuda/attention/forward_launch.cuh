@@ -75,8 +75,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
 
   constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
-  return LaunchPersistent(ForwardKernel<Config>, params, Config::kNumThreads, kSharedBytes,
-                          MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
+  return LaunchPersistent<ForwardKernel<Config>>(
+      params, Config::kNumThreads, kSharedBytes,
+      MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
 }
 
 // Whether tiles of 128 rows are at least as good as such of 192. Neither batch nor heads count:

@@ -4,6 +4,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_LAUNCH_CUH_
 
 #include <algorithm>
+#include <atomic>
 
 #include "cc/cuda/attention/attention.h"
 #include "cc/cuda/attention/early_launch.h"
@@ -37,20 +38,34 @@ inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, co
   return work;
 }
 
-// Launches a persistent kernel that may come up before the one that prepares its work has ended.
-template <typename Params>
-Status LaunchPersistent(void (*kernel)(Params), const Params& params, int num_threads,
-                        size_t shared_bytes, int64_t max_work, const LaunchOptions& options) {
-  int device, num_sms;
+// Tells the device, once, how much shared memory a kernel takes. Returns its number of SMs.
+template <auto kKernel>
+Status SetUpKernel(size_t shared_bytes, int* num_sms) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];  // 0: not yet asked for.
+  int device;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  if (device >= kMaxDevices) return {"there are more than 64 devices", __FILE__, __LINE__};
+  *num_sms = known[device].load(std::memory_order_acquire);
+  if (*num_sms > 0) return {};
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+      kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(num_sms, cudaDevAttrMultiProcessorCount, device));
+  known[device].store(*num_sms, std::memory_order_release);
+  return {};
+}
+
+// Launches a persistent kernel that may come up before the one that prepares its work has ended.
+template <auto kKernel, typename Params>
+Status LaunchPersistent(const Params& params, int num_threads, size_t shared_bytes,
+                        int64_t max_work, const LaunchOptions& options) {
+  int num_sms;
+  JAX_MAGI_RETURN_IF_BAD(SetUpKernel<kKernel>(shared_bytes, &num_sms));
   const int num_blocks = static_cast<int>(
       std::clamp<int64_t>(num_sms - options.sm_margin, 1, std::max<int64_t>(max_work, 1)));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      LaunchEarly(kernel, num_blocks, num_threads, shared_bytes, options.stream, params));
+      LaunchEarly(kKernel, num_blocks, num_threads, shared_bytes, options.stream, params));
   return {};
 }
 

@@ -3,16 +3,26 @@
 #include <algorithm>
 
 namespace jax_magi::cuda {
+namespace {
+
+// The driver's cuTensorMapEncodeTiled, or null.
+void* FindEncodeTiled() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t code = cudaGetDriverEntryPointByVersion(
+      "cuTensorMapEncodeTiled", &entry, /*cudaVersion=*/12000, cudaEnableDefault, &found);
+  return code == cudaSuccess && found == cudaDriverEntryPointSuccess ? entry : nullptr;
+}
+
+}  // namespace
 
 Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t length, int64_t heads,
                      int64_t dim, int box_rows, int box_heads, CUtensorMap* map) {
-  // Asked for at run time: linking the driver would keep the library from loading without one.
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &entry, /*cudaVersion=*/12000, cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) {
-    return {"the CUDA driver is too old: it has no cuTensorMapEncodeTiled", __FILE__, __LINE__};
+  // Asked for at run time, and once: linking the driver would keep the library from loading without
+  // one.
+  static void* const entry = FindEncodeTiled();
+  if (entry == nullptr) {
+    return {"the CUDA driver has no cuTensorMapEncodeTiled: it is too old", __FILE__, __LINE__};
   }
   // An empty tensor is described, but never read.
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(dim),
