@@ -103,6 +103,29 @@ def test_stamps_tell_tilings_apart():
   assert stamps[0] != stamps[2]
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "unknown"])
+@pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 65536])
+def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
+  """48 query heads in 8 groups: a part has whole heads, and there is work for all."""
+  mask = AttentionMask.causal(length) if name == "causal" else AttentionMask.full(length)
+  changes = {"static_slices": None} if name == "unknown" else {}
+  needs = _needs(mask, is_backward=True, group=6, num_kv_heads=8, **changes)
+  parts, num_tiles = needs.num_dkv_parts, 8 * (length // 128)
+  assert 6 % parts == 0
+  if name == "full":  # Waves of equal work: no other number ends much earlier.
+    waves = {n: -(-num_tiles * n // 132) / n for n in (1, 2, 3, 6)}
+    assert waves[parts] <= 1.3 * min(waves.values())
+  else:  # Uneven tiles: those of one wave would end with the heaviest.
+    assert parts == 6 or num_tiles * parts > 132
+  assert parts == 1 or num_tiles < 8 * 132, "with plenty of tiles, sums are in vain"
+
+
+def test_parts_depend_on_the_mask():
+  options = {"is_backward": True, "group": 6, "num_kv_heads": 8}
+  assert _needs(AttentionMask.full(2048), **options).num_dkv_parts == 1
+  assert _needs(AttentionMask.causal(2048), **options).num_dkv_parts in (2, 3)
+
+
 def test_deterministic_gradients_have_no_list_in_advance():
   needs = _needs(AttentionMask.causal(1000), is_backward=True, deterministic=True)
   assert not needs.tile_list and not needs.is_dq_summed

@@ -1,6 +1,7 @@
 #include "cc/cuda/attention/attention.h"
 
 #include "cc/cuda/attention/backward_prepare.h"
+#include "cc/cuda/attention/dkv_parts.h"
 #include "cutlass/numeric_types.h"
 
 namespace jax_magi::cuda {
@@ -70,24 +71,6 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
   return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
 }
 
-namespace {
-
-// Where there are few tiles of keys, the query heads of a group are split among blocks of threads.
-int NumParts(const AttentionShape& shape, const Tiling& tiling) {
-  if (shape.num_kv_heads == 0) return 1;
-  // Four times as much work as the GPU has multiprocessors: under a causal mask it is uneven.
-  constexpr int64_t kEnough = 500;
-  const int64_t num_tiles =
-      shape.batch * shape.num_kv_heads * CeilDiv(NumRows(shape, tiling), tiling.num_rows);
-  int num_parts = 1;
-  for (int i = 2; i <= shape.group() && num_tiles * num_parts < kEnough; ++i) {
-    if (shape.group() % i == 0) num_parts = i;
-  }
-  return num_parts;
-}
-
-}  // namespace
-
 AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slice* slices) {
   const AttentionShape& shape = call.shape;
   AttentionNeeds needs;
@@ -101,7 +84,8 @@ AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slic
     const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
     if (entry == nullptr) return needs;
     const auto bytes = [&](BackwardPart part) {
-      return TileListBytes(shape, entry->tiling(call.has_softcap, part), has_tile_list);
+      return TileListBytes(shape, entry->tiling(call.has_softcap, part),
+                           has_tile_list && !call.deterministic);
     };
     tiling = entry->tiling(call.has_softcap,
                            call.deterministic ? BackwardPart::kKeysValues : BackwardPart::kAll);
@@ -109,12 +93,14 @@ AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slic
         StatisticsBytes(shape) +
         (call.deterministic ? bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)
                             : bytes(BackwardPart::kAll));
-    needs.num_dkv_parts = NumParts(shape, tiling);
-    needs.is_dq_summed = !call.deterministic;
-    if (call.deterministic) return needs;
   }
-  needs.tile_stamp = tiling.stamp();
   if (slices != nullptr) needs.tile_list = MakeTileList(shape, tiling, slices);
+  needs.tile_stamp = tiling.stamp();
+  if (call.is_backward) {
+    needs.num_dkv_parts = NumDkvParts(shape, tiling, needs.tile_list);
+    needs.is_dq_summed = !call.deterministic;
+    if (call.deterministic) needs.tile_list.clear();
+  }
   return needs;
 }
 

@@ -171,7 +171,11 @@ def _backward(config: AttentionConfig, grad_dtype: Any) -> Callable:
     "grad_dtype": grad_dtype,
   }
   kernel = functools.partial(
-    native.backward, **options, deterministic=config.deterministic, sm_margin=config.sm_margin
+    native.backward,
+    **options,
+    deterministic=config.deterministic,
+    sm_margin=config.sm_margin,
+    static_slices=config.static_slices,
   )
   return _wrap(config, _BACKWARD, kernel, functools.partial(blockwise.backward, **options))
 

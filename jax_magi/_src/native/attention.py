@@ -42,7 +42,7 @@ def make_tile_list(
   `static_slices` are the values of `slices`, of one list. The tile list serves any batch that
   shares them, and any number of kv heads. It may be empty: then the device makes it in each call.
   """
-  if static_slices is None or slices.shape[0] != 1:
+  if static_slices is None:
     return np.zeros(0, np.int32)
   needs = _needs(
     backend,
@@ -70,6 +70,7 @@ def _needs(
   deterministic: bool = False,
   static_slices: bytes | None = None,
 ) -> Any:
+  """`static_slices` are the values of `slices`, where they are known and one list."""
   return backend.library.attention_needs(
     q_shape=q.shape,
     k_shape=k.shape,
@@ -79,7 +80,7 @@ def _needs(
     has_softcap=softcap != 0.0,
     is_backward=is_backward,
     deterministic=deterministic,
-    static_slices=static_slices,
+    static_slices=static_slices if slices.shape[0] == 1 else None,
   )
 
 
@@ -134,13 +135,22 @@ def backward(
   softcap: float,
   deterministic: bool,
   sm_margin: int,
+  static_slices: bytes | None,
   grad_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns dq, dk and dv in `grad_dtype`, which is q's or float32."""
   dims = q.shape[-1], k.shape[-1], v.shape[-1]
   q, k, v, dout = (_pad_dim(x, backend) for x in (q, k, v, dout))
   needs = _needs(
-    backend, q, k, v, slices, softcap=softcap, is_backward=True, deterministic=deterministic
+    backend,
+    q,
+    k,
+    v,
+    slices,
+    softcap=softcap,
+    is_backward=True,
+    deterministic=deterministic,
+    static_slices=static_slices,
   )
   num_parts = needs.num_dkv_parts
   part_dtype = grad_dtype if num_parts == 1 else np.float32

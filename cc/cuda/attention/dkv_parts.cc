@@ -1,0 +1,80 @@
+#include "cc/cuda/attention/dkv_parts.h"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+
+namespace jax_magi::cuda {
+namespace {
+
+constexpr int kNumSms = 132;  // Of an H100 or H200. There may be no device where a call is traced.
+
+// Costs in units of one block of columns for one head, about 3 us, as measured at 1k to 4k tokens.
+constexpr double kItemCost = 0.7;           // To load a tile of keys, and to store its gradients.
+constexpr double kSumCost = 4.0;            // To sum parts at all: two more kernels.
+constexpr double kBytesOfBlockTime = 12e6;  // That memory moves meanwhile.
+
+// When the last multiprocessor is done, if each takes the heaviest work that is left. Each tile is
+// there `num_copies` times, for `heads_per_part` query heads.
+double Makespan(const std::vector<int>& blocks_of_tiles, int64_t num_copies, int heads_per_part) {
+  std::priority_queue<double, std::vector<double>, std::greater<double>> free_at;
+  for (int i = 0; i < kNumSms; ++i) free_at.push(0.0);
+  double last = 0.0;
+  for (int num_blocks : blocks_of_tiles) {
+    for (int64_t copy = 0; copy < num_copies; ++copy) {
+      const double end = free_at.top() + kItemCost + double(num_blocks) * heads_per_part;
+      free_at.pop();
+      free_at.push(end);
+      last = std::max(last, end);
+    }
+  }
+  return last;
+}
+
+}  // namespace
+
+int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
+                const std::vector<int32_t>& tile_list) {
+  if (shape.num_kv_heads == 0 || shape.group() <= 1) return 1;
+  // Number of blocks of each tile, the heaviest first; one list for each mask that it may be.
+  std::vector<std::vector<int>> masks;
+  if (!tile_list.empty()) {
+    const auto* list = reinterpret_cast<const TileList*>(tile_list.data());
+    std::vector<int> known;
+    for (int i = 0; i < list->num_tiles; ++i) known.push_back(list->tiles()[i].num_blocks);
+    masks = {known};
+  } else {
+    const int num_tiles = CeilDiv(NumRows(shape, tiling), tiling.num_rows);
+    const int num_blocks = CeilDiv(NumColumns(shape, tiling), tiling.num_columns);
+    std::vector<int> full(num_tiles, num_blocks), causal;
+    for (int i = num_tiles; i > 0; --i) {
+      causal.push_back(static_cast<int>(int64_t{num_blocks} * i / num_tiles));
+    }
+    masks = {full, causal};
+  }
+  const int64_t num_copies = shape.batch * shape.num_kv_heads;
+  // With this much work, all multiprocessors are busy until near the end.
+  constexpr int64_t kPlenty = 8 * kNumSms;
+  if (num_copies * static_cast<int64_t>(masks[0].size()) >= kPlenty) return 1;
+
+  const double bytes_of_part = 2.0 * sizeof(float) * shape.batch * shape.k_len *
+                               shape.num_kv_heads * (shape.head_dim + shape.value_dim);
+  const int group = static_cast<int>(shape.group());
+  int best = 1;
+  double best_cost = 0.0;
+  for (int parts = 1; parts <= group; ++parts) {
+    if (group % parts != 0) continue;
+    double cost = 0.0;
+    for (const auto& mask : masks) {
+      cost += Makespan(mask, num_copies * parts, group / parts);
+      if (parts > 1) cost += kSumCost + parts * bytes_of_part / kBytesOfBlockTime;
+    }
+    if (parts == 1 || cost < best_cost) {
+      best = parts;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+}  // namespace jax_magi::cuda

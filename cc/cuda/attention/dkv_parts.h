@@ -1,0 +1,23 @@
+// In how many parts the backward kernel computes dk and dv.
+//
+// A block of threads takes one tile of keys, and the query heads of its kv head. Where there are
+// too few tiles for all multiprocessors, the query heads of a group are split among several blocks
+// of threads, and each part of dk and dv is summed afterwards.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_
+#define JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_
+
+#include <vector>
+
+#include "cc/cuda/attention/tile_list.h"
+
+namespace jax_magi::cuda {
+
+// The number, a divisor of the group, with which the call should end first. `tile_list` is that of
+// a mask that is known, in words; an empty one stands for a mask that is full or causal.
+int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
+                const std::vector<int32_t>& tile_list);
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_
