@@ -1,6 +1,6 @@
 """The specification: dense attention and softmax in plain jnp, in any dtype.
 
-Nothing in the package imports this; tests and benchmarks do. In float64 it is the truth, in a
+Nothing in the package imports this; tests do. In float64 it is the truth, in a
 16-bit dtype it is the plain computation that ours is compared with.
 """
 

@@ -1,4 +1,4 @@
-"""Named cases, shared by tests and benchmarks."""
+"""Named cases: masks and the shapes of calls around them, for the tests of every implementation."""
 
 import dataclasses
 import zlib

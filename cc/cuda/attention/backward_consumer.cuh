@@ -153,7 +153,7 @@ struct BackwardConsumer {
         WaitWgmma<1>();
         FenceRegisters(block.dx);
       }
-      ReleaseX(x_stage);
+      Arrive(&shared.x_empty[x_stage]);
       block.ReadStatistics(x_ring.stage);
       WaitWgmma<0>();
     }
@@ -200,7 +200,7 @@ struct BackwardConsumer {
       x_ring.Advance();
       WaitWgmma<0>();
       FenceRegisters(block.dx);
-      ReleaseX(x_stage);
+      Arrive(&shared.x_empty[x_stage]);
     }
   }
 
@@ -227,7 +227,7 @@ struct BackwardConsumer {
       WaitWgmma<2>();
       FenceRegisters(block.dx);
       FenceRegisters(block.dy);
-      ReleaseX(x_stage);
+      Arrive(&shared.x_empty[x_stage]);
       ArriveByWarp(&shared.y_empty[y_stage], thread);
       FinishInTurn(flags);
     }
@@ -238,7 +238,7 @@ struct BackwardConsumer {
     WaitWgmma<0>();
     FenceRegisters(block.dx);
     FenceRegisters(block.dy);
-    ReleaseX(x_ring.stage);
+    Arrive(&shared.x_empty[x_ring.stage]);
     ArriveByWarp(&shared.y_empty[YStage()], thread);
     x_ring.Advance();
     ++num_done;
@@ -280,15 +280,6 @@ struct BackwardConsumer {
     Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
   }
   __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
-
-  // Gives a stage of x back: a thread for its warp, or every thread for itself.
-  __device__ __forceinline__ void ReleaseX(int stage) {
-    if constexpr (Config::kReleasesByWarp) {
-      ArriveByWarp(&shared.x_empty[stage], thread);
-    } else {
-      Arrive(&shared.x_empty[stage]);
-    }
-  }
 
   // After the last block these scores are of no use. They are issued all the same, from the last
   // block's own position: under a condition, ptxas would run all products one by one.

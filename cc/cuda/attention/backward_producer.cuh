@@ -175,6 +175,7 @@ struct BackwardProducer {
       if (lane == 0) ++shared.item.head;
       __syncwarp();
     } while (shared.item.head < shared.item.first_head + shared.item.num_heads);
+    __syncwarp();  // All lanes have read the head before the first one writes the next.
   }
 
   __device__ __forceinline__ int ColumnHead() const {

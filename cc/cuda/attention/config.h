@@ -116,9 +116,6 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // Two bursts of products a block: scores and dP, then dV, dQ and dK. With 64 dims it is 1%
   // slower, with a cap there are no registers for it, and beyond 128 dims dQ takes two products.
   static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim == 128;
-  // Fewer arrivals at the barrier of a stage. In the other loops ptxas would lose sight of what is
-  // the same for a whole warp, and compute descriptors in each thread.
-  static constexpr bool kReleasesByWarp = kInTwoBursts;
   // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
   // there are registers for them.
   static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
