@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, check_length
+from jax_magi._src.arguments import as_int32, check_length, check_position
 from jax_magi._src.masks.constructors import MaskConstructors
 from jax_magi._src.masks.plot import plot_slices
 from jax_magi._src.masks.slices import (
@@ -23,6 +23,7 @@ from jax_magi._src.masks.slices import (
   area_of,
   check_disjoint,
   check_ranges,
+  clamped,
   visible,
 )
 
@@ -96,11 +97,16 @@ class AttentionMask(MaskConstructors):
   def crop(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> AttentionMask:
     """The mask inside a window of the score matrix, as a mask of its own.
 
-    The window may reach past the mask, where nothing is visible. The number of slices stays.
+    The window may reach past the mask, where nothing is visible. The number of slices stays. Bounds
+    are static: they say how long the new mask is.
     """
+    q_begin, k_begin = check_position("q_begin", q_begin), check_position("k_begin", k_begin)
+    q_len = check_length("q_end - q_begin", check_position("q_end", q_end) - q_begin)
+    k_len = check_length("k_end - k_begin", check_position("k_end", k_end) - k_begin)
+    # Bands are shifted by this, in 32 bits.
+    check_position("k_begin - q_begin", k_begin - q_begin)
     xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
-    s = self.slices
-    q_len, k_len = q_end - q_begin, k_end - k_begin
+    s = self.slices if xp is np else clamped(self.slices, self.q_len, self.k_len)
     q = xp.clip(s[:, Q_BEGIN : Q_END + 1] - q_begin, 0, q_len)
     k = xp.clip(s[:, K_BEGIN : K_END + 1] - k_begin, 0, k_len)
     bands = s[:, LO : HI + 1]
