@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, check_length, check_position
+from jax_magi._src.arguments import as_int32, check_length, check_position, concrete
 from jax_magi._src.masks.constructors import MaskConstructors
 from jax_magi._src.masks.plot import plot_slices
 from jax_magi._src.masks.slices import (
@@ -26,6 +26,7 @@ from jax_magi._src.masks.slices import (
   clamped,
   visible,
 )
+from jax_magi._src.masks.words import describe_slices
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -42,6 +43,9 @@ class AttentionMask(MaskConstructors):
 
   No pair may be covered by two slices. Concrete slices are checked when the mask is made; traced
   ones cannot be, and the result for a pair covered twice is not defined.
+
+  Masks are equal if their lengths and slices are, in the same order; traced slices only equal
+  themselves. A mask has a hash, so that it can be a static argument of `jax.jit`.
 
   Attributes:
     slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
@@ -63,6 +67,7 @@ class AttentionMask(MaskConstructors):
       check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
       check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
       check_disjoint(slices)
+      slices.flags.writeable = False  # Two masks that are equal stay so.
     set_field(self, "slices", slices)
 
   # --- pytree: slices are the leaf, lengths are static ---
@@ -78,6 +83,25 @@ class AttentionMask(MaskConstructors):
     for name, value in zip(("slices", "q_len", "k_len"), (*leaves, *lengths), strict=True):
       object.__setattr__(mask, name, value)
     return mask
+
+  # --- equality ---
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, AttentionMask):
+      return NotImplemented
+    return self._identity() == other._identity()
+
+  def __hash__(self) -> int:
+    return hash(self._identity())
+
+  def _identity(self) -> tuple[Any, ...]:
+    slices = self.slices
+    if isinstance(slices, (np.ndarray, jax.Array)) and slices.dtype == np.int32:
+      value = concrete(slices)
+      if value is not None:
+        return self.q_len, self.k_len, value.shape, value.tobytes()
+    # Traced, or whatever a tree_map put here.
+    return self.q_len, self.k_len, id(slices)
 
   # --- new masks from old ---
 
@@ -151,7 +175,7 @@ class AttentionMask(MaskConstructors):
   def __repr__(self) -> str:
     slices = self.slices
     if isinstance(slices, np.ndarray) and slices.ndim == 2 and slices.dtype == np.int32:
-      detail = f"{slices.shape[0]} slices, {self.area()} visible pairs"
+      detail = describe_slices(slices)
     else:  # Traced, batched, or whatever a tree_map put here.
       detail = f"slices={slices!r}"
     return f"AttentionMask({self.q_len} x {self.k_len}, {detail})"
