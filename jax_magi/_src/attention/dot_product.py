@@ -55,8 +55,10 @@ def dot_product_attention(
     key: `[batch, k_len, num_kv_heads, head_dim]`, likewise.
     value: `[batch, k_len, num_kv_heads, value_dim]`, likewise.
     bias: not supported.
-    mask: not supported as an array; an `AttentionMask` over `q_len` and `k_len` is, for the whole
-      batch, instead of the other arguments that say which pairs are visible.
+    mask: not supported as an array; an `AttentionMask` over `q_len` and `k_len` is, instead of the
+      other arguments that say which pairs are visible. It serves the whole batch, unless its slices
+      are `[batch, num_slices, 6]`, as `jax.vmap` of a constructor makes them: then each row has its
+      own.
     scale: as `softmax_scale` in `attention`.
     is_causal: whether to hide keys after the query.
     query_seq_lengths: int32 `[batch]`; rows past it are zero.
@@ -121,7 +123,8 @@ def dot_product_attention(
   segments = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
   if mask is not None:
     others = {"is_causal": is_causal or None, "local_window_size": local_window_size}
-    slices = _slices_of_mask(mask, q.shape[1], k.shape[1], {**others, **lengths, **segments})
+    _check_mask_alone(mask, {**others, **lengths, **segments})
+    slices = checks.slices_of_batch(mask, batch, q.shape[1], k.shape[1])
   else:
     slices = _slices(
       (batch, q.shape[1], k.shape[1]),
@@ -154,7 +157,7 @@ def _attend(config: AttentionConfig, q: Any, k: Any, v: Any, slices: Any, sink: 
   return with_auto_axes(functools.partial(attend, config), like, out_specs)(q, k, v, slices, sink)
 
 
-def _slices_of_mask(mask: Any, q_len: int, k_len: int, others: dict[str, Any]) -> Any:
+def _check_mask_alone(mask: Any, others: dict[str, Any]) -> None:
   if not isinstance(mask, AttentionMask):
     raise NotImplementedError(
       "mask must be an AttentionMask; for an array, say what it means by is_causal, "
@@ -163,8 +166,6 @@ def _slices_of_mask(mask: Any, q_len: int, k_len: int, others: dict[str, Any]) -
   for name, value in others.items():
     if value is not None:
       raise ValueError(f"mask and {name} exclude each other: the mask says what is visible")
-  checks.check_mask(mask, q_len, k_len)
-  return mask.slices[None]
 
 
 def _slices(
