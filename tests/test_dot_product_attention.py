@@ -94,6 +94,26 @@ def test_segment_ids_of_an_empty_batch():
   assert out.shape == q.shape
 
 
+@pytest.mark.parametrize(
+  "options",
+  [_LENGTHS, {"segment_ids": np.repeat([[1, 2, 0]], [10, 20, 10], axis=1), "max_segments": 2}],
+  ids=["lengths", "documents"],
+)
+def test_slices_need_no_rank_promotion(options):
+  q, k, v = _inputs()
+  arrays = {n: np.broadcast_to(x, (3, *np.shape(x)[1:])) for n, x in options.items() if np.ndim(x)}
+  numbers = {n: x for n, x in options.items() if not np.ndim(x)}
+
+  @jax.jit
+  def run(arrays):
+    # The kernel itself, as plain JAX is not what is tested here.
+    return jax_magi.dot_product_attention(q, k, v, implementation="cpu", **arrays, **numbers)
+
+  with jax.numpy_rank_promotion("raise"):
+    got = run(arrays)
+  np.testing.assert_array_equal(got, run(arrays))
+
+
 def test_attention_mask_and_meta():
   q, k, v = _inputs()
   mask = jax_magi.AttentionMask.prefix_lm(9, 40)

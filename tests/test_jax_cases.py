@@ -10,6 +10,7 @@ import pytest
 import jax_magi
 from tests.accuracy import DTYPES, check_close
 from tests.arrays import normals
+from tests.clip_model import quick_jit
 
 BATCH, LENGTH, DIM = 3, 40, 16
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -58,7 +59,7 @@ def _arrays(heads, dtype, lead=(BATCH,), q_len=LENGTH, k_len=LENGTH):
 def _run(attention, q, k, v, dout):
   """out, dq, dk and dv. An attention may return its lse as well, to be compared as it is."""
 
-  @jax.jit
+  @quick_jit
   def run(q, k, v, dout):
     out, vjp, lse = jax.vjp(attention, q, k, v, has_aux=True)
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), vjp(dout), strict=True))}
