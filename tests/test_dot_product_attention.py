@@ -94,6 +94,26 @@ def test_segment_ids_of_an_empty_batch():
   assert out.shape == q.shape
 
 
+@pytest.mark.parametrize(
+  "options",
+  [_LENGTHS, {"segment_ids": np.repeat([[1, 2, 0]], [10, 20, 10], axis=1), "max_segments": 2}],
+  ids=["lengths", "documents"],
+)
+def test_slices_need_no_rank_promotion(options):
+  q, k, v = _inputs()
+  arrays = {n: np.broadcast_to(x, (3, *np.shape(x)[1:])) for n, x in options.items() if np.ndim(x)}
+  numbers = {n: x for n, x in options.items() if not np.ndim(x)}
+
+  @jax.jit
+  def run(arrays):
+    # The kernel itself, as plain JAX is not what is tested here.
+    return jax_magi.dot_product_attention(q, k, v, implementation="cpu", **arrays, **numbers)
+
+  with jax.numpy_rank_promotion("raise"):
+    got = run(arrays)
+  np.testing.assert_array_equal(got, run(arrays))
+
+
 def test_attention_mask_and_meta():
   q, k, v = _inputs()
   mask = jax_magi.AttentionMask.prefix_lm(9, 40)
@@ -108,6 +128,56 @@ def test_attention_mask_and_meta():
     np.testing.assert_array_equal(out[i], expected)
     np.testing.assert_array_equal(meta.lse[i], expected_meta.lse)
     np.testing.assert_array_equal(meta.max_logits[i], expected_meta.max_logits)
+
+
+_MASKS = [
+  jax_magi.AttentionMask.prefix_lm(9, 40),
+  jax_magi.AttentionMask.causal(40).pad(2),
+  jax_magi.AttentionMask.from_cu_seqlens([0, 30, 40]),
+]
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "jit"])
+def test_one_mask_for_each_row_of_the_batch(xp, is_traced):
+  q, k, v = _inputs()
+  masks = jax.tree.map(lambda *slices: xp.stack(slices), *_MASKS)
+
+  def loss(q, k, v, mask):
+    out = jax_magi.dot_product_attention(q, k, v, mask=mask)
+    return jnp.sum(out * np.cos(np.arange(16, dtype=np.float32))), out
+
+  run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+  (_, out), grads = (jax.jit(run) if is_traced else run)(q, k, v, masks)
+  for i, mask in enumerate(_MASKS):
+    (_, expected), expected_grads = run(*(x[i : i + 1] for x in (q, k, v)), mask)
+    np.testing.assert_allclose(out[i], expected[0], rtol=1e-5, atol=1e-6)
+    for a, b in zip(grads, expected_grads, strict=True):
+      np.testing.assert_allclose(a[i], b[0], rtol=1e-4, atol=1e-5)
+
+
+def test_masks_from_vmap_are_those_of_segment_ids():
+  q, k, v = _inputs()
+  ids = np.stack([np.repeat([1, 2, 0], c) for c in ([10, 20, 10], [40, 0, 0], [1, 39, 0])])
+  masks = jax.vmap(lambda i: jax_magi.AttentionMask.from_segment_ids(i, 3))(ids)
+  got = jax_magi.dot_product_attention(q, k, v, mask=masks)
+  expected = jax_magi.dot_product_attention(q, k, v, segment_ids=ids, max_segments=3)
+  np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+  ("change", "match"),
+  [
+    (lambda s: np.stack([s] * 2), r"or \[3, num_slices, 6\] .* got \[2, 2, 6\]"),
+    (lambda s: np.stack([s] * 3)[None], r"got \[1, 3, 2, 6\]"),
+    (lambda s: np.stack([s] * 3)[..., :5], r"got \[3, 2, 5\]"),
+    (lambda s: np.stack([s] * 3) + np.eye(6, dtype=int)[1], "is not inside"),
+    (lambda s: np.stack([s, s, s[::-1] * 0 + s[0]]), "slices 0 and 1 overlap"),
+  ],
+)
+def test_bad_batch_of_masks_is_named(change, match):
+  with pytest.raises(ValueError, match=match):
+    jax_magi.dot_product_attention(*_inputs(), mask=jax.tree.map(change, _MASKS[0]))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _call(q=(8, 4, 16), k=(8, 2, 16), v=(8, 2, 16), dtype=jnp.float32, mask=None
     ({"implementation": "fast"}, ValueError, "implementation must be one of .* got 'fast'"),
     ({"sink": jnp.zeros(3)}, ValueError, r"sink must be \[4\] or \[num_sink, 4\], got \[3\]"),
     ({"sink": jnp.zeros((1, 1, 4))}, ValueError, "sink must be"),
-    ({"sink": jnp.zeros(4, jnp.bfloat16)}, ValueError, "sink must be float32"),
+    ({"sink": jnp.zeros(4, jnp.int32)}, ValueError, "sink must be float32, bfloat16 or float16"),
   ],
 )
 def test_bad_argument_is_named(change, error, match):

@@ -202,7 +202,7 @@ def test_huge_masks_cost_nothing_to_describe():
   length = 2**29
   mask = AttentionMask.causal(length)
   assert mask.area() == length * (length + 1) // 2
-  assert "slices" in repr(mask)
+  assert "1 slice" in repr(mask)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +257,96 @@ def test_repr_of_any_leaf():
   assert "36 visible pairs" in repr(mask)
   for leaf in (None, np.zeros(3, bool), np.zeros((2, 1, 6), np.int32)):
     assert "8 x 8" in repr(jax.tree.map(lambda _, leaf=leaf: leaf, mask))
+
+
+@pytest.mark.parametrize(
+  ("mask", "text"),
+  [
+    (
+      AttentionMask.from_ranges(
+        [[0, 4], [4, 8]], [[0, 4], [0, 8]], [MaskType.FULL, MaskType.CAUSAL]
+      ),
+      "8 x 8, 42 visible pairs in 2 slices: [0, 4) x [0, 4) full, [4, 8) x [0, 8) causal",
+    ),
+    (
+      AttentionMask.from_ranges([[0, 3]] * 2, [[0, 4], [4, 8]], [2, 3]),
+      "3 x 8, 15 visible pairs in 2 slices: [0, 3) x [0, 4) inv_causal, [0, 3) x [4, 8) bi_causal",
+    ),
+    (
+      AttentionMask.sliding_window(8, left=2),
+      "8 x 8, 21 visible pairs in 1 slice: [0, 8) x [0, 8) -2 <= k - q <= 0",
+    ),
+    (
+      AttentionMask.sliding_window(8, left=None, right=3),
+      "8 x 8, 54 visible pairs in 1 slice: [0, 8) x [0, 8) k - q <= 3",
+    ),
+    (
+      AttentionMask.sliding_window(8, left=1, right=None),
+      "8 x 8, 43 visible pairs in 1 slice: [0, 8) x [0, 8) -1 <= k - q",
+    ),
+    (
+      AttentionMask.causal(1).pad(3),
+      "1 x 1, 1 visible pairs in 3 slices (2 empty): [0, 1) x [0, 1) full",
+    ),
+    (AttentionMask.full(0), "0 x 0, 0 visible pairs in 1 slice (1 empty)"),
+  ],
+  ids=lambda x: x[:20] if isinstance(x, str) else "",
+)
+def test_repr_is_in_words(mask, text):
+  assert repr(mask) == f"AttentionMask({text})"
+
+
+def test_repr_is_short():
+  text = repr(AttentionMask.block_causal(1, 1000))
+  assert "1000 slices" in text and text.endswith(", ...)") and len(text) < 250
+
+
+def test_masks_are_equal_by_value():
+  mask = AttentionMask.causal(8)
+  assert mask == AttentionMask.sliding_window(8, left=None)
+  assert hash(mask) == hash(AttentionMask.sliding_window(8, left=None))
+  on_device = jax.tree.map(jnp.asarray, mask)
+  assert mask == on_device and hash(mask) == hash(on_device)
+  different = [
+    AttentionMask.full(8),
+    AttentionMask.causal(8, 9),
+    mask.pad(2),
+    AttentionMask(mask.slices, 9, 8),
+    jax.tree.map(lambda s: s[None], mask),
+    jax.tree.map(lambda _: None, mask),
+    "causal",
+  ]
+  assert all(mask != other for other in different)
+  assert len({mask, AttentionMask.causal(8), *different}) == len(different) + 1
+
+
+def test_traced_masks_are_equal_by_identity():
+  @jax.jit
+  def check(slices, other):
+    mask = AttentionMask(slices, 8, 8)
+    assert mask == jax.tree.map(lambda x: x, mask) and hash(mask) == hash(mask)
+    assert mask != AttentionMask(other, 8, 8)
+    assert mask != AttentionMask.causal(8)
+
+  check(AttentionMask.causal(8).slices, AttentionMask.causal(8).slices)
+
+
+def test_equal_static_masks_share_a_program():
+  num_traces = 0
+
+  def count(mask):
+    nonlocal num_traces
+    num_traces += 1
+    return mask.area()
+
+  run = jax.jit(count, static_argnums=0)
+  assert run(AttentionMask.causal(8)) == run(AttentionMask.causal(8)) == 36
+  assert num_traces == 1
+
+
+def test_slices_of_a_mask_cannot_be_changed():
+  with pytest.raises(ValueError, match="read-only"):
+    AttentionMask.causal(8).slices[0, 0] = 1
 
 
 def test_merge_names_wrong_shapes():

@@ -32,15 +32,34 @@ def check_number(name: str, value: Any) -> float:
 
 def check_length(name: str, length: Any) -> int:
   """A static integer in [0, 2**30)."""
-  if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-    raise ValueError(f"{name} must be a static integer, got {length!r}")
+  length = _check_integer(name, length)
   if not 0 <= length < MAX_LENGTH:
     raise ValueError(f"{name} must lie in [0, 2**30), got {length}")
-  return int(length)
+  return length
+
+
+def check_position(name: str, position: Any) -> int:
+  """A static integer within +-2**30."""
+  position = _check_integer(name, position)
+  if abs(position) > MAX_LENGTH:
+    raise ValueError(f"{name} must lie within +-2**30, got {position}")
+  return position
+
+
+def _check_integer(name: str, value: Any) -> int:
+  if isinstance(value, jax.core.Tracer):
+    raise ValueError(f"{name} must be a static integer, got a traced value")
+  if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    raise ValueError(f"{name} must be a static integer, got {value!r}")
+  return int(value)
 
 
 def check_flag(name: str, flag: Any) -> bool:
   """True or False."""
+  if isinstance(flag, jax.core.Tracer):
+    raise ValueError(
+      f"{name} must be True or False, got a traced value; jax.jit's static_argnames keeps it static"
+    )
   if not isinstance(flag, (bool, np.bool_)):
     raise ValueError(f"{name} must be True or False, got {flag!r}")
   return bool(flag)
@@ -64,7 +83,11 @@ def concrete(x: Any) -> np.ndarray | None:
 
 def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
   """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
-  value = concrete(x)
+  try:
+    value = concrete(x)
+  except ValueError:  # Lists of different lengths.
+    expected = ", ".join(str(n) for n in shape)
+    raise ValueError(f"{name} must be [{expected}], got rows of different lengths: {x!r}") from None
   if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
     value = np.zeros([0 if isinstance(n, str) else n for n in shape], np.int32)
   array = x if value is None else value

@@ -52,8 +52,8 @@ def attention(
     mask: which keys each query sees. A traced mask is not checked for slices that overlap.
     softmax_scale: static; None is `head_dim ** -0.5`.
     softcap: c > 0 turns each scaled logit s into `c * tanh(s / c)`; 0 is off.
-    sink: float32 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits that take part in every
-      row's softmax and carry no value. Differentiable.
+    sink: float32, bfloat16 or float16 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits that
+      take part in every row's softmax, in float32, and carry no value. Differentiable.
     return_max_logits: whether to fill `meta.max_logits`.
     deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are; on a
       GPU it makes the backward pass 10-25% slower.

@@ -65,12 +65,35 @@ def check_mask(mask: Any, q_len: int, k_len: int) -> None:
   if np.ndim(mask.slices) != 2:
     raise ValueError(
       f"mask must have slices [num_slices, 6], got {list(np.shape(mask.slices))}; "
-      "for a batch of masks, use jax.vmap"
+      "for a batch of masks, use jax.vmap or dot_product_attention"
     )
+  _check_lengths(mask, q_len, k_len, "q", "k")
+
+
+def slices_of_batch(mask: AttentionMask, batch: int, q_len: int, k_len: int) -> Any:
+  """int32 `[batch or 1, num_slices, 6]` of one mask for the batch, or of one for each row of it."""
+  _check_lengths(mask, q_len, k_len, "query", "key")
+  slices = mask.slices
+  shape = tuple(np.shape(slices))
+  if len(shape) == 2:
+    return slices[None]
+  if len(shape) != 3 or shape[0] != batch or shape[2] != 6:
+    raise ValueError(
+      f"mask must have slices [num_slices, 6], or [{batch}, num_slices, 6] for one mask per row of "
+      f"the batch, got {list(shape)}"
+    )
+  if not isinstance(slices, np.ndarray):
+    return slices
+  # A tree_map made this mask, which checks nothing.
+  rows = [AttentionMask(row, q_len, k_len).slices for row in slices]
+  return np.array(rows, np.int32).reshape(shape)
+
+
+def _check_lengths(mask: AttentionMask, q_len: int, k_len: int, q_name: str, k_name: str) -> None:
   if (mask.q_len, mask.k_len) != (q_len, k_len):
     raise ValueError(
       f"mask is for {mask.q_len} queries and {mask.k_len} keys, "
-      f"but q has {q_len} rows and k has {k_len}"
+      f"but {q_name} has {q_len} rows and {k_name} has {k_len}"
     )
 
 
@@ -88,8 +111,9 @@ def check_sink(sink: Any, num_q_heads: int) -> jax.Array:
       f"sink must be [{num_q_heads}] or [num_sink, {num_q_heads}], got {list(shape)}"
     )
   sink = jnp.asarray(sink)
-  if sink.dtype != np.float32:
-    raise ValueError(f"sink must be float32, got {sink.dtype}")
+  if sink.dtype not in _DTYPES:
+    raise ValueError(f"sink must be float32, bfloat16 or float16, got {sink.dtype}")
+  sink = sink.astype(np.float32)  # Its gradient comes back in the caller's dtype.
   if sink.ndim == 1:
     return sink
   return softmax_lse(sink)[1]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.arguments import as_int32
+from jax_magi._src.arguments import as_int32, check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import attend
+from jax_magi._src.attention.ops import AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.windows import band_around, window_band
+from jax_magi._src.transforms.sharding import with_auto_axes
 
 
 def dot_product_attention(
@@ -50,8 +55,10 @@ def dot_product_attention(
     key: `[batch, k_len, num_kv_heads, head_dim]`, likewise.
     value: `[batch, k_len, num_kv_heads, value_dim]`, likewise.
     bias: not supported.
-    mask: not supported as an array; an `AttentionMask` over `q_len` and `k_len` is, for the whole
-      batch, instead of the other arguments that say which pairs are visible.
+    mask: not supported as an array; an `AttentionMask` over `q_len` and `k_len` is, instead of the
+      other arguments that say which pairs are visible. It serves the whole batch, unless its slices
+      are `[batch, num_slices, 6]`, as `jax.vmap` of a constructor makes them: then each row has its
+      own.
     scale: as `softmax_scale` in `attention`.
     is_causal: whether to hide keys after the query.
     query_seq_lengths: int32 `[batch]`; rows past it are zero.
@@ -75,6 +82,13 @@ def dot_product_attention(
   """
   if bias is not None:
     raise NotImplementedError("bias is not supported; jax.nn.dot_product_attention has it")
+  for name, flag in (
+    ("is_causal", is_causal),
+    ("return_residual", return_residual),
+    ("return_meta", return_meta),
+    ("return_max_logits", return_max_logits),
+  ):
+    check_flag(name, flag)
   if return_residual and return_meta:
     raise ValueError("return_residual and return_meta exclude each other; meta.lse is the residual")
   if return_max_logits and not return_meta:
@@ -109,7 +123,8 @@ def dot_product_attention(
   segments = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
   if mask is not None:
     others = {"is_causal": is_causal or None, "local_window_size": local_window_size}
-    slices = _slices_of_mask(mask, q.shape[1], k.shape[1], {**others, **lengths, **segments})
+    _check_mask_alone(mask, {**others, **lengths, **segments})
+    slices = checks.slices_of_batch(mask, batch, q.shape[1], k.shape[1])
   else:
     slices = _slices(
       (batch, q.shape[1], k.shape[1]),
@@ -118,14 +133,31 @@ def dot_product_attention(
       segments,
       max_segments,
     )
-  results = attend(config, q, k, v, slices, sink)
+  results = _attend(config, q, k, v, slices, sink)
   out, lse, max_logits = results if has_batch else (x[0] for x in results)
   if return_meta:
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
   return (out, lse) if return_residual else out
 
 
-def _slices_of_mask(mask: Any, q_len: int, k_len: int, others: dict[str, Any]) -> Any:
+def _attend(config: AttentionConfig, q: Any, k: Any, v: Any, slices: Any, sink: Any) -> Any:
+  """`attend`; where the query is on no mesh but keys or values are, on theirs."""
+
+  def has_mesh(x):
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+  like = next((x for x in (q, k, v) if has_mesh(x)), q)
+  if like is q:
+    return attend(config, q, k, v, slices, sink)
+
+  def out_specs(kv_axes):
+    batch, _, heads, _ = kv_axes
+    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
+
+  return with_auto_axes(functools.partial(attend, config), like, out_specs)(q, k, v, slices, sink)
+
+
+def _check_mask_alone(mask: Any, others: dict[str, Any]) -> None:
   if not isinstance(mask, AttentionMask):
     raise NotImplementedError(
       "mask must be an AttentionMask; for an array, say what it means by is_causal, "
@@ -134,8 +166,6 @@ def _slices_of_mask(mask: Any, q_len: int, k_len: int, others: dict[str, Any]) -
   for name, value in others.items():
     if value is not None:
       raise ValueError(f"mask and {name} exclude each other: the mask says what is visible")
-  checks.check_mask(mask, q_len, k_len)
-  return mask.slices[None]
 
 
 def _slices(
@@ -165,7 +195,7 @@ def _slices(
       ("key_value_seq_lengths", 3, k_len),
     ):
       end = jnp.clip(given_lengths.get(name, np.array([length], np.int32)), 0, length)
-      slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[column]
+      slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[None, None, column]
     return slices
   if given_lengths:
     raise ValueError(f"segment_ids and {next(iter(given_lengths))} exclude each other: use id 0")
@@ -187,5 +217,5 @@ def _slices(
   else:
     slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
   # The band is over positions in the row, as everywhere in this function; padding stays zero.
-  is_range = np.array([1, 1, 1, 1, 0, 0], np.int32)
-  return slices * is_range + np.array([0, 0, 0, 0, *band], np.int32)
+  is_range = np.array([[[1, 1, 1, 1, 0, 0]]], np.int32)
+  return slices * is_range + np.array([[[0, 0, 0, 0, *band]]], np.int32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.arguments import as_int32, check_length
+from jax_magi._src.arguments import as_int32, check_flag, check_length
 from jax_magi._src.masks.slices import UNBOUNDED, check_ranges, segment_bounds
 from jax_magi._src.masks.windows import Edge, band_around, sizes_band, window_band
 from jax_magi._src.transforms.sharding import with_auto_axes
@@ -127,7 +127,7 @@ class MaskConstructors:
       (np if isinstance(cu, np.ndarray) else jnp).stack([cu[:-1], cu[1:]], axis=1)
       for cu in (cu_q, cu_k)
     )
-    mask_type = MaskType.CAUSAL if causal else MaskType.FULL
+    mask_type = MaskType.CAUSAL if check_flag("causal", causal) else MaskType.FULL
     types = np.full(cu_q.shape[0] - 1, mask_type, np.int32)
     return cls.from_ranges(q_ranges, k_ranges, types, q_len=q_len, k_len=k_len)
 
@@ -159,7 +159,7 @@ class MaskConstructors:
     key_ids = ids if kv_ids is None else as_int32("kv_ids", kv_ids, ("k_len",))
     if isinstance(window, (int, np.integer)):
       raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
-    band = window_band("window", window, is_causal=causal)
+    band = window_band("window", window, is_causal=check_flag("causal", causal))
 
     def slices(ids, key_ids):
       return _segment_slices(ids, key_ids, max_segments, band)

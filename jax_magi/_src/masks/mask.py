@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, check_length
+from jax_magi._src.arguments import as_int32, check_length, check_position, concrete
 from jax_magi._src.masks.constructors import MaskConstructors
 from jax_magi._src.masks.plot import plot_slices
 from jax_magi._src.masks.slices import (
@@ -23,8 +23,10 @@ from jax_magi._src.masks.slices import (
   area_of,
   check_disjoint,
   check_ranges,
+  clamped,
   visible,
 )
+from jax_magi._src.masks.words import describe_slices
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -41,6 +43,9 @@ class AttentionMask(MaskConstructors):
 
   No pair may be covered by two slices. Concrete slices are checked when the mask is made; traced
   ones cannot be, and the result for a pair covered twice is not defined.
+
+  Masks are equal if their lengths and slices are, in the same order; traced slices only equal
+  themselves. A mask has a hash, so that it can be a static argument of `jax.jit`.
 
   Attributes:
     slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
@@ -62,6 +67,7 @@ class AttentionMask(MaskConstructors):
       check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
       check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
       check_disjoint(slices)
+      slices.flags.writeable = False  # Two masks that are equal stay so.
     set_field(self, "slices", slices)
 
   # --- pytree: slices are the leaf, lengths are static ---
@@ -77,6 +83,25 @@ class AttentionMask(MaskConstructors):
     for name, value in zip(("slices", "q_len", "k_len"), (*leaves, *lengths), strict=True):
       object.__setattr__(mask, name, value)
     return mask
+
+  # --- equality ---
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, AttentionMask):
+      return NotImplemented
+    return self._identity() == other._identity()
+
+  def __hash__(self) -> int:
+    return hash(self._identity())
+
+  def _identity(self) -> tuple[Any, ...]:
+    slices = self.slices
+    if isinstance(slices, (np.ndarray, jax.Array)) and slices.dtype == np.int32:
+      value = concrete(slices)
+      if value is not None:
+        return self.q_len, self.k_len, value.shape, value.tobytes()
+    # Traced, or whatever a tree_map put here.
+    return self.q_len, self.k_len, id(slices)
 
   # --- new masks from old ---
 
@@ -96,11 +121,16 @@ class AttentionMask(MaskConstructors):
   def crop(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> AttentionMask:
     """The mask inside a window of the score matrix, as a mask of its own.
 
-    The window may reach past the mask, where nothing is visible. The number of slices stays.
+    The window may reach past the mask, where nothing is visible. The number of slices stays. Bounds
+    are static: they say how long the new mask is.
     """
+    q_begin, k_begin = check_position("q_begin", q_begin), check_position("k_begin", k_begin)
+    q_len = check_length("q_end - q_begin", check_position("q_end", q_end) - q_begin)
+    k_len = check_length("k_end - k_begin", check_position("k_end", k_end) - k_begin)
+    # Bands are shifted by this, in 32 bits.
+    check_position("k_begin - q_begin", k_begin - q_begin)
     xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
-    s = self.slices
-    q_len, k_len = q_end - q_begin, k_end - k_begin
+    s = self.slices if xp is np else clamped(self.slices, self.q_len, self.k_len)
     q = xp.clip(s[:, Q_BEGIN : Q_END + 1] - q_begin, 0, q_len)
     k = xp.clip(s[:, K_BEGIN : K_END + 1] - k_begin, 0, k_len)
     bands = s[:, LO : HI + 1]
@@ -145,7 +175,7 @@ class AttentionMask(MaskConstructors):
   def __repr__(self) -> str:
     slices = self.slices
     if isinstance(slices, np.ndarray) and slices.ndim == 2 and slices.dtype == np.int32:
-      detail = f"{slices.shape[0]} slices, {self.area()} visible pairs"
+      detail = describe_slices(slices)
     else:  # Traced, batched, or whatever a tree_map put here.
       detail = f"slices={slices!r}"
     return f"AttentionMask({self.q_len} x {self.k_len}, {detail})"

@@ -50,8 +50,11 @@ def qk_clip(
       updates, state = optimizer.update(grads, state, params, max_logits=max_logits)
       params = optax.apply_updates(params, updates)
 
-  It changes the update so that the parameters, once updated, are those of `apply_qk_clip`.
-  Everything before it in the chain must have seen the learning rate.
+  It changes the update so that the parameters, once updated, are those of `apply_qk_clip`, up to a
+  rounding of the update. For that, updates of the parameters that `projections` name come in the
+  wider of the update's and the parameter's dtype: bfloat16 updates of float32 parameters would
+  round a clipped weight by 2**-9 of what it was before. Heads that are not clipped are updated as
+  without it, bit for bit. Everything before it in the chain must have seen the learning rate.
 
   Gradient accumulation by `optax.MultiSteps` goes before `qk_clip`, which then keeps the maximum:
 
@@ -95,7 +98,7 @@ def qk_clip(
     so_far = clip.match_statistics(attention, state.max_logits)
     if report:
       report_broken(given)
-    num_broken = jax.tree.map(lambda n, x: n + is_broken(x), state.num_broken, _ungroup(given))
+    num_broken = jax.tree.map(_count_broken, state.num_broken, _ungroup(given))
     highest = {name: jnp.maximum(so_far[name], x.astype(np.float32)) for name, x in given.items()}
     factors = clip.make_factors(params, attention, highest, threshold)
     if not accumulate:
@@ -221,9 +224,17 @@ def _any_nonzero(updates: Any) -> jax.Array:
   return functools.reduce(jnp.logical_or, [jnp.any(u != 0) for u in jax.tree.leaves(updates)])
 
 
+def _count_broken(count: jax.Array, max_logits: jax.Array) -> jax.Array:
+  return count + is_broken(max_logits).astype(count.dtype)
+
+
 def _clip_update(update: jax.Array, param: jax.Array, factor: jax.Array) -> jax.Array:
-  clipped = (param + update) * factor - param
-  return jnp.where(factor == 1.0, update, clipped.astype(update.dtype))
+  wide = np.promote_types(np.promote_types(param.dtype, factor.dtype), update.dtype)
+  dtype = param.dtype if param.dtype == update.dtype else wide
+  # Rounded as `optax.apply_updates` does, and then as `apply_qk_clip`.
+  updated = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+  clipped = clip.scale(updated, factor).astype(wide) - param.astype(wide)
+  return jnp.where(factor == 1.0, update.astype(dtype), clipped.astype(dtype))
 
 
 def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict[str, Layout]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ class Projection:
 
   Attributes:
     path: keys from the root of the parameters, `"blocks/attention/query/kernel"`. Layers that are
-      not stacked are `{layer}`, counted from 0: `"block_{layer}/attention/query/kernel"`.
+      not stacked are `{layer}`, counted from 0: `"block_{layer}/attention/query/kernel"`. Numbers
+      may have leading zeros, `block_07`, but no layer may be there twice.
     layout: names of the axes, `"inputs -> outputs"`. `heads`, `dim` (inside a head) and `layers`
       (stacked by scan, anywhere) have a meaning, others are free:
       `"embed -> heads dim"`, `"layers embed -> heads dim"`, `"embed -> (heads dim)"` for a kernel
@@ -189,6 +190,11 @@ def path_of(keys: tuple[Any, ...]) -> str:
 def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
   """Shapes of all parameters, by path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  if len(leaves) == 1 and not leaves[0][0]:
+    raise ValueError(
+      "params must be a tree in which parameters have paths, for example a dictionary, got a "
+      f"single {type(leaves[0][1]).__name__}"
+    )
   return {path_of(keys): tuple(np.shape(x)) for keys, x in leaves}
 
 
@@ -218,8 +224,14 @@ def find_paths(path: str, known: Iterable[str]) -> list[str]:
     if path in known:
       return [path]
     raise ValueError(f"there is no parameter {path}; {_similar(path, known)}")
-  layers = ((_match_layer(path, candidate), candidate) for candidate in known)
-  found = {layer: candidate for layer, candidate in layers if layer is not None}
+  found: dict[int, str] = {}
+  for candidate in known:
+    layer = _match_layer(path, candidate)
+    if layer is None:
+      continue
+    if layer in found:
+      raise ValueError(f"{found[layer]} and {candidate} are both layer {layer} of {path}")
+    found[layer] = candidate
   if not found:
     raise ValueError(f"there is no parameter {path}, for any layer; {_similar(path, known)}")
   for layer in range(max(found) + 1):
@@ -239,7 +251,17 @@ def find_attention(params: Any, projections: Projections) -> dict[str | None, At
       scaled.setdefault(site.path, []).append(site.projection)
   for path, users in scaled.items():
     _check_apart(path, users)
+  _check_floating(params, scaled)
   return found
+
+
+def _check_floating(params: Any, paths: Container[str]) -> None:
+  for keys, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+    if path_of(keys) in paths and not jnp.issubdtype(x.dtype, jnp.floating):
+      raise ValueError(
+        f"{path_of(keys)} must hold floating point numbers to be clipped, got {x.dtype}; clip the "
+        "weights that it was quantised from"
+      )
 
 
 def _find_group(shapes: Mapping[str, tuple[int, ...]], group: Any) -> Attention:

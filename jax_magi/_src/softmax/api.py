@@ -187,7 +187,8 @@ def _check_mask(mask: Any, x: Any) -> Any:
   if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.floating):
     raise ValueError(
       f"mask must be boolean (True is visible) or floats to add, got {mask.dtype}; "
-      "for integers, pass mask != 0"
+      "for integers, pass mask != 0 if 1 means visible, or mask == 0 if 1 means masked out, as it "
+      "does in Megatron and TransformerEngine"
     )
   try:
     fits = np.broadcast_shapes(mask.shape, x.shape) == x.shape

@@ -76,7 +76,10 @@ class FusedScaleMaskSoftmax:
       if getattr(self, flag) and input.dtype != dtype:
         raise ValueError(f"{flag} is set, so input must be {dtype.__name__}, got {input.dtype}")
     if mask is not None and not jnp.issubdtype(jnp.result_type(mask), bool):
-      raise ValueError(f"mask must be boolean, True is masked out; got {jnp.result_type(mask)}")
+      raise ValueError(
+        f"mask must be boolean, True is masked out; got {jnp.result_type(mask)}; for integers, "
+        "pass mask != 0 if 1 means masked out, or mask == 0 if 1 means visible"
+      )
     x, scale = input, 1.0 if self.scale is None else self.scale
     if mask is not None and self.mask_func is not None:
       _log.debug("mask_func is arbitrary code: scale and mask are applied before the kernel")
