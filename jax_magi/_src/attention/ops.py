@@ -16,7 +16,6 @@ from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS, Backend
-from jax_magi._src.transforms.batching import fold_batch
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
@@ -185,8 +184,9 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
   def usable(q, _, v, *rest):
     return {p: f for p, f in natives.items() if BACKENDS[p].attention_obstacle(q, v) is None}
 
-  chosen = by_platform(config.implementation, usable, plain)
-  return fold_batch(chosen, shared=(call.slices_index,))
+  return by_platform(
+    config.implementation, usable, plain, plain_name="blockwise", shared=(call.slices_index,)
+  )
 
 
 def _on_backend(

@@ -13,7 +13,6 @@ import numpy as np
 
 from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
-from jax_magi._src.transforms.batching import fold_batch
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
@@ -157,7 +156,7 @@ def _wrap(
   def usable(x, *_):
     return {p: split for p, backend in BACKENDS.items() if backend.softmax_obstacle(x) is None}
 
-  return fold_batch(by_platform(config.implementation, usable, plain), shared)
+  return by_platform(config.implementation, usable, plain, plain_name="xla", shared=shared)
 
 
 # --- The same in plain JAX, in float32 at least ---
