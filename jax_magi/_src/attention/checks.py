@@ -74,14 +74,15 @@ def check_mask(mask: Any, q_len: int, k_len: int) -> None:
     )
 
 
-def check_sink(sink: Any, num_q_heads: int) -> jax.Array:
+def check_sink(sink: Any, num_q_heads: int) -> np.ndarray | jax.Array:
   """One logit per query head: the sinks' logsumexp; -inf for none.
 
   Sinks only ever appear as that sum, so the kernels need no more, and autodiff finds the
   gradient of each.
   """
   if sink is None:
-    return jnp.full(num_q_heads, -jnp.inf, np.float32)
+    # By numpy: jax_debug_infs looks at what JAX computes.
+    return np.full(num_q_heads, -np.inf, np.float32)
   shape = np.shape(sink)
   if len(shape) not in (1, 2) or shape[-1] != num_q_heads:
     raise ValueError(
