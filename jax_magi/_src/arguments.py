@@ -63,7 +63,10 @@ def concrete(x: Any) -> np.ndarray | None:
 
 
 def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
+  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32.
+
+  Traced integers are clipped to +-2**30, concrete ones must be inside.
+  """
   value = concrete(x)
   if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
     value = np.zeros([0 if isinstance(n, str) else n for n in shape], np.int32)
@@ -76,6 +79,9 @@ def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | ja
     expected = "[" + ", ".join(str(n) for n in shape) + "]"
     raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
   if value is None:
+    # Those of a wider type would wrap; positions this far out mean the same.
+    limits = jnp.iinfo(array.dtype)
+    array = jnp.clip(array, max(limits.min, -MAX_LENGTH), min(limits.max, MAX_LENGTH))
     return array.astype(jnp.int32)
   if value.size and (value.max() > MAX_LENGTH or value.min() < -MAX_LENGTH):
     raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")

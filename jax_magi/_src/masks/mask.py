@@ -62,6 +62,7 @@ class AttentionMask(MaskConstructors):
       check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
       check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
       check_disjoint(slices)
+      slices.flags.writeable = False  # It is a copy; a change would not be checked.
     set_field(self, "slices", slices)
 
   # --- pytree: slices are the leaf, lengths are static ---

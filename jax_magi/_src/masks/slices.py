@@ -48,11 +48,10 @@ def check_disjoint(slices: np.ndarray) -> None:
   """Raises if two slices share a pair."""
   sizes = area_of(slices)
   index = np.flatnonzero(sizes)
-  order = index[np.argsort(slices[index, Q_BEGIN], kind="stable")]
+  # Along the axis that leaves fewer pairs to compare.
+  orders = [_by_begin(slices, index, *ends) for ends in ((Q_BEGIN, Q_END), (K_BEGIN, K_END))]
+  order, counts = min(orders, key=lambda candidate: candidate[1].sum())
   s = slices[order].astype(np.int64)
-  # Sorted by first row, slice i can only meet the ones that begin before it ends.
-  last = np.searchsorted(s[:, Q_BEGIN], s[:, Q_END])
-  counts = np.maximum(last - np.arange(len(s)) - 1, 0)
   stops = np.cumsum(counts)
   first = 0
   while first < len(s):
@@ -77,6 +76,14 @@ def check_disjoint(slices: np.ndarray) -> None:
         f"{slices[i].tolist()} and {slices[j].tolist()} (q_begin, q_end, k_begin, k_end, lo, hi)"
       )
     first = until
+
+
+def _by_begin(slices: np.ndarray, index: np.ndarray, begin: int, end: int) -> Any:
+  """`index` sorted along an axis, and with how many of its successors each slice shares a place."""
+  order = index[np.argsort(slices[index, begin], kind="stable")]
+  # A slice can only meet the ones that begin before it ends.
+  last = np.searchsorted(slices[order, begin], slices[order, end])
+  return order, np.maximum(last - np.arange(len(order)) - 1, 0)
 
 
 def area_of(slices: Any) -> Any:
