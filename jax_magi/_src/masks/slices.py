@@ -168,6 +168,24 @@ def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
   )
 
 
+def shown_queries(slices: Any, q_len: int) -> jax.Array:
+  """bool `[q_len]`: whether any of `slices` ([n, 6]) shows the query a key."""
+  s = slices[:, :, None]
+  row = jnp.arange(q_len, dtype=np.int32)[None]
+  begin = jnp.maximum(s[:, K_BEGIN], row + s[:, LO])
+  end = jnp.minimum(s[:, K_END], row + s[:, HI] + 1)
+  return jnp.any((s[:, Q_BEGIN] <= row) & (row < s[:, Q_END]) & (begin < end), axis=0)
+
+
+def shown_keys(slices: Any, k_len: int) -> jax.Array:
+  """bool `[k_len]`: whether any of `slices` ([n, 6]) shows the key to a query."""
+  s = slices[:, :, None]
+  key = jnp.arange(k_len, dtype=np.int32)[None]
+  begin = jnp.maximum(s[:, Q_BEGIN], key - s[:, HI])
+  end = jnp.minimum(s[:, Q_END], key - s[:, LO] + 1)
+  return jnp.any((s[:, K_BEGIN] <= key) & (key < s[:, K_END]) & (begin < end), axis=0)
+
+
 def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:
   """Whether any of `slices` shows a pair of the tile [q_begin, q_end) x [k_begin, k_end)."""
   q_begin = jnp.maximum(slices[:, Q_BEGIN], q_begin)
