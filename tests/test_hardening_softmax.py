@@ -73,3 +73,37 @@ def test_vmap_of_cond(implementation):
   for i in range(3):
     expected = jax.value_and_grad(one)(x[i], is_softmax[i])
     assert_trees_close(jax.tree.map(lambda a, i=i: a[i], got), expected)
+
+
+# --- strict modes ---
+
+_STRICT = {
+  "rank": lambda: jax.numpy_rank_promotion("raise"),
+  "dtype": lambda: jax.numpy_dtype_promotion("strict"),
+}
+
+
+def _everything(x, mask, offset, implementation):
+  """A number that depends on all public functions of the softmax, and on all kinds of masks."""
+  options = {"is_causal": True, "window": (3, 1), "implementation": implementation}
+  total = _loss(x, mask, offset, implementation=implementation)
+  for other in (mask > 0, mask[0, 0, 0] > 0, mask[0, 0, 0], mask[0, 0, 0, 0], None):
+    for logit in (offset, offset[0], "off-by-one", None):
+      total += jax_magi.fused_scale_mask_softmax(x, other, offset=logit, **options).sum()
+  total += jax_magi.scaled_softmax(x).sum()
+  total += jax_magi.scaled_masked_softmax(x, mask).sum()
+  total += jax_magi.scaled_upper_triang_masked_softmax(x[0, 0]).sum()
+  for fusion in (True, False):
+    megatron = jax_magi.FusedScaleMaskSoftmax(False, False, "causal", fusion, None, True, 0.5)
+    total += megatron(x, mask > 0, offset).sum()
+  return total
+
+
+@pytest.mark.parametrize("strict", _STRICT)
+@pytest.mark.parametrize("implementation", ["cpu", "xla", None])
+def test_no_promotion_of_ranks_or_dtypes(implementation, strict):
+  fun = functools.partial(_everything, implementation=implementation)
+  with _STRICT[strict]():
+    # What is traced is what promotes.
+    jax.eval_shape(jax.value_and_grad(fun, (0, 1, 2)), *_operands())
+    jax.eval_shape(jax.vmap(jax.grad(fun)), *(np.stack([x, x]) for x in _operands()))

@@ -109,8 +109,9 @@ def _begins(blocks):
 
 
 def _block_mask(slices, q_begin, k_begin, num_rows, num_keys):
-  rows = q_begin + jnp.arange(num_rows, dtype=np.int32)[:, None]
-  return visible(slices, rows, k_begin + jnp.arange(num_keys, dtype=np.int32)[None, :])
+  """bool `[1, 1, num_rows, num_keys]`, to fit a block of scores."""
+  rows, keys = (jnp.arange(n, dtype=np.int32) for n in (num_rows, num_keys))
+  return visible(slices, q_begin + rows, k_begin + keys)[None, None]
 
 
 def _cap(logits, softcap):

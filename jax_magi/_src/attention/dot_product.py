@@ -167,7 +167,7 @@ def _slices(
       ("key_value_seq_lengths", 3, k_len),
     ):
       end = jnp.clip(given_lengths.get(name, np.array([length], np.int32)), 0, length)
-      slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[column]
+      slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[None, column : column + 1]
     return slices
   if given_lengths:
     raise ValueError(f"segment_ids and {next(iter(given_lengths))} exclude each other: use id 0")
@@ -189,5 +189,5 @@ def _slices(
   else:
     slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
   # The band is over positions in the row, as everywhere in this function; padding stays zero.
-  is_range = np.array([1, 1, 1, 1, 0, 0], np.int32)
-  return slices * is_range + np.array([0, 0, 0, 0, *band], np.int32)
+  is_range = np.array([[[1, 1, 1, 1, 0, 0]]], np.int32)
+  return slices * is_range + np.array([[[0, 0, 0, 0, *band]]], np.int32)

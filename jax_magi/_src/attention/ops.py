@@ -116,7 +116,7 @@ def backward(config: AttentionConfig, q, k, v, dout, lse, delta, slices, *, grad
 def _sink_probability(sink, lse):
   """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
   sink = sink[:, None, :]
-  has_sink = sink > -jnp.inf
+  has_sink = sink != -jnp.inf
   # Neither NaN nor infinity is formed on the way: jax_debug_nans and jax_debug_infs look there.
   lse = jnp.where(lse == -jnp.inf, 0.0, lse)
   return jnp.where(has_sink, jnp.exp(jnp.where(has_sink, sink, lse) - lse), 0.0)

@@ -123,8 +123,8 @@ class AttentionMask(MaskConstructors):
   def to_dense(self) -> np.ndarray | jax.Array:
     """bool `[q_len, k_len]`, True where visible; numpy if the slices are concrete."""
     if not isinstance(self.slices, np.ndarray):
-      rows = jnp.arange(self.q_len)[:, None]
-      return visible(self.slices, rows, jnp.arange(self.k_len)[None, :])
+      rows, keys = (jnp.arange(n, dtype=np.int32) for n in (self.q_len, self.k_len))
+      return visible(self.slices, rows, keys)
     dense = np.zeros((self.q_len, self.k_len), bool)
     for q_begin, q_end, k_begin, k_end, lo, hi in self.slices.tolist():
       diagonal = np.arange(k_begin, k_end)[None, :] - np.arange(q_begin, q_end)[:, None]

@@ -29,10 +29,10 @@ _MAX_GROUPED = 2048
 
 
 def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
-  """What slices show inside the arrays: those of a traced mask may reach beyond them."""
+  """What slices ([batch, n, 6]) show inside the arrays: traced ones may reach beyond them."""
   low = np.array([0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED], np.int32)
   high = np.array([q_len, q_len, k_len, k_len, UNBOUNDED, UNBOUNDED], np.int32)
-  return jnp.clip(slices, low, high)
+  return jnp.clip(slices, low[None, None], high[None, None])
 
 
 def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
@@ -154,8 +154,9 @@ def _has_neighbours(full: np.ndarray) -> bool:
 
 
 def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
-  """Whether any of `slices` ([n, 6]) shows pair (rows, keys); the two broadcast together."""
-  s = slices.reshape(slices.shape[0], 6, *(1,) * max(jnp.ndim(rows), jnp.ndim(keys)))
+  """bool `[rows, keys]`: whether any of `slices` ([n, 6]) shows a pair of the two int32 vectors."""
+  s = slices[:, :, None, None]
+  rows, keys = rows[None, :, None], keys[None, None, :]
   diagonal = keys - rows
   return jnp.any(
     (s[:, Q_BEGIN] <= rows)
