@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -74,7 +73,7 @@ def check_mask(mask: Any, q_len: int, k_len: int) -> None:
     )
 
 
-def check_sink(sink: Any, num_q_heads: int) -> np.ndarray | jax.Array:
+def check_sink(sink: Any, num_q_heads: int) -> Any:
   """One logit per query head: the sinks' logsumexp; -inf for none.
 
   Sinks only ever appear as that sum, so the kernels need no more, and autodiff finds the

@@ -52,8 +52,7 @@ def by_platform(
   def _(primals, tangents):
     if usable_natives(primals):
       raise NotImplementedError(
-        "jax_magi's kernels have no second derivative; "
-        f'implementation="{plain_name}" has'
+        f'jax_magi\'s kernels have no second derivative; implementation="{plain_name}" has'
       )
     # Not of the folded op: vmap of a derivative is left to JAX.
     return jax.jvp(plain, primals, tangents)
