@@ -106,7 +106,7 @@ def _scan(index, x, attend):
 
 @pytest.mark.parametrize("mapped", ["both", "index"])
 @pytest.mark.parametrize("control", [_cond, _switch, _scan])
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [None, "blockwise"])
 def test_vmap_of_control_flow(implementation, control, mapped):
   index = np.array([0, 1, 2], np.int32)
   (x,) = normals((3, 6, 2, 4))
@@ -115,11 +115,17 @@ def test_vmap_of_control_flow(implementation, control, mapped):
   def attend(x):
     return jax_magi.attention(x, x, x, _MASK, implementation=implementation)[0]
 
-  one = jax.value_and_grad(lambda x, i: jnp.sin(control(i, x, attend)).sum())
-  got = jax.vmap(one, (0 if mapped == "both" else None, 0))(x, index)
-  for i in range(3):
-    expected = one(x[i] if mapped == "both" else x, index[i])
-    assert_trees_close(jax.tree.map(lambda a, i=i: a[i], got), expected)
+  def loss(x, index):
+    return jnp.sin(control(index, x, attend)).sum()
+
+  def loop(fun):
+    results = [fun(x[i] if mapped == "both" else x, index[i]) for i in range(3)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+  axes = (0 if mapped == "both" else None, 0)
+  # The two differ: without a derivative, the operation's constants are operands of the branches.
+  for one in (loss, jax.value_and_grad(loss)):
+    assert_trees_close(jax.vmap(one, axes)(x, index), loop(one))
 
 
 # --- strict modes ---
