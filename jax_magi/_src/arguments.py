@@ -82,7 +82,10 @@ def concrete(x: Any) -> np.ndarray | None:
 
 
 def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32."""
+  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32.
+
+  Traced integers are clipped to +-2**30, concrete ones must be inside.
+  """
   try:
     value = concrete(x)
   except ValueError:  # Lists of different lengths.
@@ -99,6 +102,9 @@ def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | ja
     expected = "[" + ", ".join(str(n) for n in shape) + "]"
     raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
   if value is None:
+    # Those of a wider type would wrap; positions this far out mean the same.
+    limits = jnp.iinfo(array.dtype)
+    array = jnp.clip(array, max(limits.min, -MAX_LENGTH), min(limits.max, MAX_LENGTH))
     return array.astype(jnp.int32)
   if value.size and (value.max() > MAX_LENGTH or value.min() < -MAX_LENGTH):
     raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")

@@ -59,7 +59,7 @@ def attention(
       GPU it makes the backward pass 10-25% slower.
     sm_margin: streaming multiprocessors to leave free, on a GPU.
     implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform). None takes the native
-      kernel of the platform compiled for, or else "blockwise".
+      kernel of the platform compiled for, or else "blockwise". Second derivatives need "blockwise".
 
   Returns:
     out `[q_len, num_q_heads, value_dim]` in q's dtype, and `AttnForwardMeta`. Rows that see

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import ops
 from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.transforms.staging import is_staged
 from jax_magi._src.transforms.varying import vary_together
 
 
@@ -26,8 +26,8 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
     q, config = -q, dataclasses.replace(config, softmax_scale=-config.softmax_scale)
   elif config.softmax_scale == 0.0:
     q, config = jnp.zeros_like(q), dataclasses.replace(config, softmax_scale=1.0)
-  # Under a trace: elsewhere, each new mask would be a new program.
-  if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and isinstance(q, jax.core.Tracer):
+  # Only in a program that is compiled as a whole: elsewhere, each new mask would be a new program.
+  if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and any(map(is_staged, (q, k, v))):
     config = dataclasses.replace(config, static_slices=slices.tobytes())
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   operands = vary_together(q, k, v, slices, sink)

@@ -1,6 +1,9 @@
 """Attention in plain JAX, block by block: runs on any platform, in memory of one block.
 
 Operands and results are those of the native kernels.
+
+Queries, keys and values that no slice shows are never used, whatever they hold: NaN in them reaches
+nothing. NaN in a token that is shown to some reaches others of its block, through 0 * NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_magi._src.masks.slices import clamped, touches, visible
+from jax_magi._src.masks.slices import clamped, shown_keys, shown_queries, touches, visible
 from jax_magi._src.transforms.varying import vary_like, vary_together
 
 # Large enough to keep matrix units busy, small enough that a block of scores fits in cache.
@@ -25,6 +28,7 @@ def forward(q, k, v, slices, sink, *, softmax_scale: float, softcap: float, out_
   q, k, v, slices, sink = vary_together(q, k, v, slices, sink)
 
   def one(q, k, v, slices, sink):
+    q, k, v = _only_shown(slices, [q], [k, v])
     return _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype)
 
   return _over_batch(one, (q, k, v, slices, sink), slices_index=3)
@@ -37,8 +41,9 @@ def backward(
   slices = clamped(slices, q.shape[1], k.shape[1])
   operands = vary_together(q, k, v, dout, lse, delta, slices)
 
-  def one(*operands):
-    return _backward(*operands, softmax_scale, softcap)
+  def one(q, k, v, dout, lse, delta, slices):
+    q, dout, k, v = _only_shown(slices, [q, dout], [k, v])
+    return _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap)
 
   dq, dk, dv = _over_batch(one, operands, slices_index=6)
   return dq.astype(grad_dtype), dk.astype(grad_dtype), dv.astype(grad_dtype)
@@ -54,6 +59,14 @@ def _over_batch(fun, operands, slices_index):
   operands = [x[0] if is_shared and x is slices else x for x in operands]
   in_axes = [None if is_shared and i == slices_index else 0 for i in range(len(operands))]
   return jax.vmap(fun, in_axes)(*operands)
+
+
+def _only_shown(slices, of_queries, of_keys):
+  """The arrays `[length, heads, dim]`, with zeros for tokens that no slice shows."""
+  is_query = shown_queries(slices, of_queries[0].shape[0])[:, None, None]
+  is_key = shown_keys(slices, of_keys[0].shape[0])[:, None, None]
+  pairs = [(is_query, x) for x in of_queries] + [(is_key, x) for x in of_keys]
+  return [jnp.where(is_shown, x, 0.0) for is_shown, x in pairs]
 
 
 def _precision(dtype) -> Any:
@@ -96,8 +109,9 @@ def _begins(blocks):
 
 
 def _block_mask(slices, q_begin, k_begin, num_rows, num_keys):
-  rows = q_begin + jnp.arange(num_rows, dtype=np.int32)[:, None]
-  return visible(slices, rows, k_begin + jnp.arange(num_keys, dtype=np.int32)[None, :])
+  """bool `[1, 1, num_rows, num_keys]`, to fit a block of scores."""
+  rows, keys = (jnp.arange(n, dtype=np.int32) for n in (num_rows, num_keys))
+  return visible(slices, q_begin + rows, k_begin + keys)[None, None]
 
 
 def _cap(logits, softcap):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -97,14 +96,15 @@ def _check_lengths(mask: AttentionMask, q_len: int, k_len: int, q_name: str, k_n
     )
 
 
-def check_sink(sink: Any, num_q_heads: int) -> jax.Array:
+def check_sink(sink: Any, num_q_heads: int) -> Any:
   """One logit per query head: the sinks' logsumexp; -inf for none.
 
   Sinks only ever appear as that sum, so the kernels need no more, and autodiff finds the
   gradient of each.
   """
   if sink is None:
-    return jnp.full(num_q_heads, -jnp.inf, np.float32)
+    # By numpy: jax_debug_infs looks at what JAX computes.
+    return np.full(num_q_heads, -np.inf, np.float32)
   shape = np.shape(sink)
   if len(shape) not in (1, 2) or shape[-1] != num_q_heads:
     raise ValueError(

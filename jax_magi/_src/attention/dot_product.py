@@ -117,7 +117,9 @@ def dot_product_attention(
     implementation=implementation,
     scale_name="scale",
   )
-  sink = jnp.broadcast_to(checks.check_sink(sink, q.shape[2]), (batch, q.shape[2]))
+  sink = checks.check_sink(sink, q.shape[2])
+  xp: Any = np if isinstance(sink, np.ndarray) else jnp
+  sink = xp.broadcast_to(sink, (batch, q.shape[2]))
 
   lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
   segments = {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}

@@ -16,7 +16,6 @@ from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS, Backend
-from jax_magi._src.transforms.batching import fold_batch
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
@@ -116,7 +115,11 @@ def backward(config: AttentionConfig, q, k, v, dout, lse, delta, slices, *, grad
 
 def _sink_probability(sink, lse):
   """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
-  return jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sink[:, None, :] - lse))
+  sink = sink[:, None, :]
+  has_sink = sink != -jnp.inf
+  # Neither NaN nor infinity is formed on the way: jax_debug_nans and jax_debug_infs look there.
+  lse = jnp.where(lse == -jnp.inf, 0.0, lse)
+  return jnp.where(has_sink, jnp.exp(jnp.where(has_sink, sink, lse) - lse), 0.0)
 
 
 def _grouped_by_keys(config: AttentionConfig, slices):
@@ -189,8 +192,9 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
   def usable(q, _, v, *rest):
     return {p: f for p, f in natives.items() if BACKENDS[p].attention_obstacle(q, v) is None}
 
-  chosen = by_platform(config.implementation, usable, plain)
-  return fold_batch(chosen, shared=(call.slices_index,))
+  return by_platform(
+    config.implementation, usable, plain, plain_name="blockwise", shared=(call.slices_index,)
+  )
 
 
 def _on_backend(

@@ -67,7 +67,7 @@ class AttentionMask(MaskConstructors):
       check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
       check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
       check_disjoint(slices)
-      slices.flags.writeable = False  # Two masks that are equal stay so.
+      slices.flags.writeable = False  # A change would not be checked, and equal masks stay so.
     set_field(self, "slices", slices)
 
   # --- pytree: slices are the leaf, lengths are static ---
@@ -152,8 +152,8 @@ class AttentionMask(MaskConstructors):
   def to_dense(self) -> np.ndarray | jax.Array:
     """bool `[q_len, k_len]`, True where visible; numpy if the slices are concrete."""
     if not isinstance(self.slices, np.ndarray):
-      rows = jnp.arange(self.q_len)[:, None]
-      return visible(self.slices, rows, jnp.arange(self.k_len)[None, :])
+      rows, keys = (jnp.arange(n, dtype=np.int32) for n in (self.q_len, self.k_len))
+      return visible(self.slices, rows, keys)
     dense = np.zeros((self.q_len, self.k_len), bool)
     for q_begin, q_end, k_begin, k_end, lo, hi in self.slices.tolist():
       diagonal = np.arange(k_begin, k_end)[None, :] - np.arange(q_begin, q_end)[:, None]

@@ -29,10 +29,10 @@ _MAX_GROUPED = 2048
 
 
 def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
-  """What slices show inside the arrays: those of a traced mask may reach beyond them."""
+  """What slices ([batch, n, 6]) show inside the arrays: traced ones may reach beyond them."""
   low = np.array([0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED], np.int32)
   high = np.array([q_len, q_len, k_len, k_len, UNBOUNDED, UNBOUNDED], np.int32)
-  return jnp.clip(slices, low, high)
+  return jnp.clip(slices, low[None, None], high[None, None])
 
 
 def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
@@ -48,11 +48,10 @@ def check_disjoint(slices: np.ndarray) -> None:
   """Raises if two slices share a pair."""
   sizes = area_of(slices)
   index = np.flatnonzero(sizes)
-  order = index[np.argsort(slices[index, Q_BEGIN], kind="stable")]
+  # Along the axis that leaves fewer pairs to compare.
+  orders = [_by_begin(slices, index, *ends) for ends in ((Q_BEGIN, Q_END), (K_BEGIN, K_END))]
+  order, counts = min(orders, key=lambda candidate: candidate[1].sum())
   s = slices[order].astype(np.int64)
-  # Sorted by first row, slice i can only meet the ones that begin before it ends.
-  last = np.searchsorted(s[:, Q_BEGIN], s[:, Q_END])
-  counts = np.maximum(last - np.arange(len(s)) - 1, 0)
   stops = np.cumsum(counts)
   first = 0
   while first < len(s):
@@ -77,6 +76,14 @@ def check_disjoint(slices: np.ndarray) -> None:
         f"{slices[i].tolist()} and {slices[j].tolist()} (q_begin, q_end, k_begin, k_end, lo, hi)"
       )
     first = until
+
+
+def _by_begin(slices: np.ndarray, index: np.ndarray, begin: int, end: int) -> Any:
+  """`index` sorted along an axis, and with how many of its successors each slice shares a place."""
+  order = index[np.argsort(slices[index, begin], kind="stable")]
+  # A slice can only meet the ones that begin before it ends.
+  last = np.searchsorted(slices[order, begin], slices[order, end])
+  return order, np.maximum(last - np.arange(len(order)) - 1, 0)
 
 
 def area_of(slices: Any) -> Any:
@@ -147,8 +154,9 @@ def _has_neighbours(full: np.ndarray) -> bool:
 
 
 def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
-  """Whether any of `slices` ([n, 6]) shows pair (rows, keys); the two broadcast together."""
-  s = slices.reshape(slices.shape[0], 6, *(1,) * max(jnp.ndim(rows), jnp.ndim(keys)))
+  """bool `[rows, keys]`: whether any of `slices` ([n, 6]) shows a pair of the two int32 vectors."""
+  s = slices[:, :, None, None]
+  rows, keys = rows[None, :, None], keys[None, None, :]
   diagonal = keys - rows
   return jnp.any(
     (s[:, Q_BEGIN] <= rows)
@@ -159,6 +167,24 @@ def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
     & (diagonal <= s[:, HI]),
     axis=0,
   )
+
+
+def shown_queries(slices: Any, q_len: int) -> jax.Array:
+  """bool `[q_len]`: whether any of `slices` ([n, 6]) shows the query a key."""
+  s = slices[:, :, None]
+  row = jnp.arange(q_len, dtype=np.int32)[None]
+  begin = jnp.maximum(s[:, K_BEGIN], row + s[:, LO])
+  end = jnp.minimum(s[:, K_END], row + s[:, HI] + 1)
+  return jnp.any((s[:, Q_BEGIN] <= row) & (row < s[:, Q_END]) & (begin < end), axis=0)
+
+
+def shown_keys(slices: Any, k_len: int) -> jax.Array:
+  """bool `[k_len]`: whether any of `slices` ([n, 6]) shows the key to a query."""
+  s = slices[:, :, None]
+  key = jnp.arange(k_len, dtype=np.int32)[None]
+  begin = jnp.maximum(s[:, Q_BEGIN], key - s[:, HI])
+  end = jnp.minimum(s[:, Q_END], key - s[:, LO] + 1)
+  return jnp.any((s[:, K_BEGIN] <= key) & (key < s[:, K_END]) & (begin < end), axis=0)
 
 
 def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:

@@ -129,7 +129,7 @@ def fused_scale_mask_softmax(
     donate: whether the result may take x's memory. Inside `jit`, that saves an array of x's size
       if nothing else uses x; if something does, XLA copies x first. Likewise for the gradients.
     implementation: "cpu", "cuda" or "xla" (plain JAX). None takes the native kernel of the
-      platform compiled for, or else "xla".
+      platform compiled for, or else "xla". Second derivatives need "xla", or float64.
     explain: whether to return (probabilities, `SoftmaxExplanation`). It is logged, too, under
       "jax_magi" (DEBUG, or WARNING where a native kernel could not be used).
 

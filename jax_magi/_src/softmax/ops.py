@@ -13,7 +13,6 @@ import numpy as np
 
 from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
-from jax_magi._src.transforms.batching import fold_batch
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
@@ -157,7 +156,7 @@ def _wrap(
   def usable(x, *_):
     return {p: split for p, backend in BACKENDS.items() if backend.softmax_obstacle(x) is None}
 
-  return fold_batch(by_platform(config.implementation, usable, plain), shared)
+  return by_platform(config.implementation, usable, plain, plain_name="xla", shared=shared)
 
 
 # --- The same in plain JAX, in float32 at least ---
@@ -166,7 +165,7 @@ def _wrap(
 def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
   dtype = np.promote_types(x.dtype, np.float32)
   logits = x.astype(dtype) * scale
-  in_band = _in_band(x.shape[-2:], lo, hi)
+  in_band = _in_band(x.shape, lo, hi)
   if mask is not None and mask.dtype != bool:
     logits = logits + mask.astype(dtype)
   visible = in_band & mask if mask is not None and mask.dtype == bool else in_band
@@ -185,13 +184,15 @@ def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
 def _plain_backward(y, dy, *, scale: float, lo: int, hi: int):
   dtype = np.promote_types(y.dtype, np.float32)
   wide_y = y.astype(dtype)
-  wide_dy = jnp.where(_in_band(y.shape[-2:], lo, hi), dy.astype(dtype), 0.0)
+  wide_dy = jnp.where(_in_band(y.shape, lo, hi), dy.astype(dtype), 0.0)
   dot = jnp.sum(wide_y * wide_dy, axis=-1)
   dx = scale * wide_y * (wide_dy - dot[..., None])
   return dx.astype(y.dtype), dot.astype(np.float32)
 
 
 def _in_band(shape: tuple[int, ...], lo: int, hi: int):
-  row = jax.lax.broadcasted_iota(np.int32, shape, 0)
-  column = jax.lax.broadcasted_iota(np.int32, shape, 1)
+  """bool `[1, 1, q_len, k_len]` for a shape of four dimensions."""
+  shape = (1, 1, *shape[-2:])
+  row = jax.lax.broadcasted_iota(np.int32, shape, 2)
+  column = jax.lax.broadcasted_iota(np.int32, shape, 3)
   return (column - row >= lo) & (column - row <= hi)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
@@ -13,8 +14,13 @@ def fold_batch(fun: Callable, shared: tuple[int, ...]) -> Callable:
 
   Operands whose index is in `shared` may have a leading axis of 1: one for the whole batch. They
   stay so as long as they are not mapped.
+
+  The result must not be differentiated: JAX's derivative of a `custom_vmap` maps operands and
+  their tangents one after the other where only some of them are mapped.
   """
-  folded = custom_vmap(fun)
+  # Under jit, the constants of `fun` are its own. Otherwise they would be operands of the
+  # custom_vmap, which refuses them where they are mapped, as they are in a vmap of lax.cond.
+  folded = custom_vmap(jax.jit(fun))
 
   @folded.def_vmap
   def _(axis_size, is_mapped, *operands):

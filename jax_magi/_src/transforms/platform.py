@@ -4,30 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
 from jax import lax
+
+from jax_magi._src.transforms.batching import fold_batch
 
 
 def by_platform(
-  implementation: str | None, natives: Callable[..., Mapping[str, Callable]], plain: Callable
+  implementation: str | None,
+  natives: Callable[..., Mapping[str, Callable]],
+  plain: Callable,
+  *,
+  plain_name: str,
+  shared: tuple[int, ...],
 ) -> Callable:
   """The native kernel where the platform that is compiled for has one; plain JAX elsewhere.
+
+  Under vmap it is called once, with a larger batch (`fold_batch`). Where no native kernel can be
+  chosen it has the derivatives of `plain`; otherwise it has none.
 
   Args:
     implementation: the name of a platform or of the plain path, or None to choose.
     natives: from the operands to the native kernels that take them, by platform.
     plain: the same op in plain JAX.
+    plain_name: the name of the plain path.
+    shared: operands, by index, that may be one for the whole batch.
   """
 
-  def call(*operands):
-    usable = {
+  def usable_natives(operands):
+    return {
       platform: fun
       for platform, fun in natives(*operands).items()
       if implementation in (None, platform)
     }
+
+  def call(*operands):
+    usable = usable_natives(operands)
     if not usable:
       return plain(*operands)
     # A caller who names a platform wants its kernel, or an error, but never another path.
     default = {"default": plain} if implementation is None else {}
     return lax.platform_dependent(*operands, **usable, **default)
 
-  return call
+  op = jax.custom_jvp(fold_batch(call, shared))
+
+  @op.defjvp
+  def _(primals, tangents):
+    if usable_natives(primals):
+      raise NotImplementedError(
+        f'jax_magi\'s kernels have no second derivative; implementation="{plain_name}" has'
+      )
+    # Not of the folded op: vmap of a derivative is left to JAX.
+    return jax.jvp(plain, primals, tangents)
+
+  return op

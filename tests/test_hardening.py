@@ -1,0 +1,353 @@
+"""Attention where JAX is used in uncommon ways: second derivatives, strict modes, hidden NaN."""
+
+import contextlib
+import functools
+import time
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_magi
+from jax_magi import AttentionMask, reference
+from jax_magi._src.transforms.staging import is_staged
+from tests.arrays import assert_same_bits, assert_trees_close, normals
+
+_IMPLEMENTATIONS = ["cpu", "blockwise"]
+
+# Two of six rows, and one of six keys, see or are seen by nothing.
+_MASK = AttentionMask(np.array([[0, 4, 0, 5, -(2**30), 1]], np.int32), 6, 6)
+
+
+def _operands():
+  q, k, v, sink = normals((6, 4, 4), (6, 2, 4), (6, 2, 4), (4,))
+  return q, k, v, sink
+
+
+def _loss_of(out, lse):
+  return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse > -jnp.inf, lse, 0.0)))
+
+
+def _loss(q, k, v, sink, **options):
+  out, meta = jax_magi.attention(q, k, v, _MASK, sink=sink, **options)
+  return _loss_of(out, meta.lse)
+
+
+def _expected_loss(q, k, v, sink, **options):
+  out, lse, _ = reference.attention(q, k, v, _MASK.to_dense(), sink=sink, **options)
+  return _loss_of(out, lse)
+
+
+# --- second derivatives ---
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("second", [jax.jacfwd, jax.jacrev])
+def test_second_derivatives_of_blockwise(second, softcap):
+  fun = functools.partial(_loss, implementation="blockwise", softcap=softcap)
+  got = second(jax.grad(fun, (0, 1, 2, 3)), (0, 1, 2, 3))(*_operands())
+  expected = jax.hessian(functools.partial(_expected_loss, softcap=softcap), (0, 1, 2, 3))
+  assert_trees_close(got, expected(*_operands()))
+
+
+def test_second_derivatives_of_blockwise_without_sink():
+  q, k, v, _ = _operands()
+
+  def hessian(fun, **options):
+    return jax.jit(jax.hessian(lambda *x: fun(*x, None, **options), (0, 1, 2)))(q, k, v)
+
+  assert_trees_close(hessian(_loss, implementation="blockwise"), hessian(_expected_loss))
+
+
+@pytest.mark.parametrize("mapped", [(0, 0), (None, 0), (0, None)])
+def test_vmap_of_hessian_vector_products(mapped):
+  q, k, v, sink = _operands()
+  qs, tangents = normals((3, *q.shape), (3, *q.shape), seed=1)
+  points = [x if axis == 0 else x[0] for x, axis in zip((qs, tangents), mapped, strict=True)]
+
+  def products(fun):
+    def one(q, tangent):
+      return jax.jvp(jax.grad(fun), (q, k, v, sink), (tangent, *map(np.zeros_like, (k, v, sink))))
+
+    return jax.vmap(one, mapped)(*points)
+
+  got = products(functools.partial(_loss, implementation="blockwise"))
+  assert_trees_close(got, products(_expected_loss))
+
+
+@pytest.mark.parametrize("implementation", ["cpu", None])
+def test_kernels_say_that_they_have_no_second_derivative(implementation):
+  q, k, v, sink = _operands()
+  fun = functools.partial(_loss, implementation=implementation)
+  for wrap in (jax.jit, lambda f: f):
+    with pytest.raises(NotImplementedError, match='second derivative; implementation="blockwise"'):
+      wrap(jax.hessian(fun))(q, k, v, sink)
+
+
+# --- vmap of control flow ---
+
+
+def _cond(index, x, attend):
+  return jax.lax.cond(index > 0, attend, lambda x: x, x)
+
+
+def _switch(index, x, attend):
+  return jax.lax.switch(index, [attend, lambda x: x, lambda x: 2.0 * x], x)
+
+
+def _scan(index, x, attend):
+  def step(x, i):
+    return attend(x * (1.0 + i)), None
+
+  return jax.lax.scan(step, x, index + jnp.arange(2.0))[0]
+
+
+@pytest.mark.parametrize("mapped", ["both", "index"])
+@pytest.mark.parametrize("control", [_cond, _switch, _scan])
+@pytest.mark.parametrize("implementation", [None, "blockwise"])
+def test_vmap_of_control_flow(implementation, control, mapped):
+  index = np.array([0, 1, 2], np.int32)
+  (x,) = normals((3, 6, 2, 4))
+  x = x if mapped == "both" else x[0]
+
+  def attend(x):
+    return jax_magi.attention(x, x, x, _MASK, implementation=implementation)[0]
+
+  def loss(x, index):
+    return jnp.sin(control(index, x, attend)).sum()
+
+  def loop(fun):
+    results = [fun(x[i] if mapped == "both" else x, index[i]) for i in range(3)]
+    return jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+  axes = (0 if mapped == "both" else None, 0)
+  # The two differ: without a derivative, the operation's constants are operands of the branches.
+  for one in (loss, jax.value_and_grad(loss)):
+    assert_trees_close(jax.vmap(one, axes)(x, index), loop(one))
+
+
+# --- strict modes ---
+
+
+def _everything(q, k, v, sink, implementation):
+  """A number that depends on all public functions of attention, and on traced masks."""
+  options = {"implementation": implementation, "softcap": 3.0}
+  total = _loss(q, k, v, sink, **options)
+  total += _loss(-q, k, v, jnp.stack([sink, sink]), **options, softmax_scale=-2.0)
+  ranges = jnp.array([[0, 3], [3, 6]], np.int32)
+  out, meta = jax_magi.flex_flash_attn_func(
+    q, k, v, ranges, ranges, jnp.array([1, 2], np.int32), implementation=implementation
+  )
+  merged, lse = jax_magi.merge_attention([out, out], [meta.lse, meta.lse])
+  total += jnp.sum(merged) + jnp.sum(lse)
+  batched = [jnp.stack([x, x]) for x in (q, k, v)]
+  attend = functools.partial(
+    jax_magi.dot_product_attention, *batched, is_causal=True, implementation=implementation
+  )
+  lengths = jnp.array([2, 5], np.int32)
+  ids = jnp.array([[1, 1, 2, 2, 2, 0]] * 2, np.int32)
+  total += attend(query_seq_lengths=lengths, key_value_seq_lengths=lengths, sink=sink).sum()
+  total += attend(segment_ids=ids, max_segments=2, local_window_size=2).sum()
+  return total
+
+
+def _traced_masks(slices, ids):
+  mask = AttentionMask(slices, 6, 6)
+  document = AttentionMask.from_segment_ids(ids, 2, causal=True, window=(2, 1))
+  masks = (mask, mask + document, mask.crop(1, 4, 2, 5), mask.pad(4), document)
+  return [(m.to_dense(), m.area()) for m in masks]
+
+
+_STRICT = {
+  "rank": lambda: jax.numpy_rank_promotion("raise"),
+  "dtype": lambda: jax.numpy_dtype_promotion("strict"),
+}
+
+
+@pytest.mark.parametrize("strict", _STRICT)
+@pytest.mark.parametrize("implementation", [*_IMPLEMENTATIONS, None])
+def test_no_promotion_of_ranks_or_dtypes(implementation, strict):
+  fun = functools.partial(_everything, implementation=implementation)
+  operands = _operands()
+  with _STRICT[strict]():
+    # What is traced is what promotes.
+    jax.eval_shape(jax.value_and_grad(fun, (0, 1, 2, 3)), *operands)
+    jax.eval_shape(jax.vmap(jax.grad(fun)), *(jnp.stack([x, x]) for x in operands))
+
+
+@pytest.mark.parametrize("strict", _STRICT)
+def test_traced_masks_promote_nothing(strict):
+  ids = np.array([1, 1, 0, 2, 2, 2], np.int32)
+  slices = np.array(_MASK.slices)
+  with _STRICT[strict]():
+    jax.eval_shape(_traced_masks, slices, ids)
+    with jax.enable_x64(True):
+      jax.eval_shape(_traced_masks, slices.astype(np.int64), ids)
+
+
+# --- eager calls compile once for all masks ---
+
+
+@contextlib.contextmanager
+def _count_compilations():
+  events = []
+
+  def listener(name, _, **__):
+    if name == "/jax/core/compile/backend_compile_duration":
+      events.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(listener)
+  try:
+    yield events
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def _grad(fun, q, k, v):
+  return jax.grad(lambda q: jnp.sum(fun(q, k, v)))(q)
+
+
+def _vmap(fun, q, k, v):
+  return jax.vmap(fun)(*(jnp.stack([x, x]) for x in (q, k, v)))
+
+
+def _vmap_of_grad(fun, q, k, v):
+  return jax.vmap(jax.grad(lambda *x: jnp.sum(fun(*x))))(*(jnp.stack([x, x]) for x in (q, k, v)))
+
+
+@pytest.mark.parametrize("transform", [_grad, _vmap, _vmap_of_grad])
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_eager_transforms_compile_once_for_all_masks(implementation, transform):
+  q, k, v, _ = _operands()
+
+  def run(begin, end):
+    mask = AttentionMask(np.array([[begin, end, 0, 6, -6, 6]], np.int32), 6, 6)
+    fun = functools.partial(jax_magi.attention, mask=mask, implementation=implementation)
+    return transform(lambda *x: fun(*x)[0], q, k, v)
+
+  run(0, 6)
+  with _count_compilations() as compilations:
+    for begin in range(4):
+      for end in range(begin + 1, 6):
+        run(begin, end)
+  assert compilations == []
+
+
+def test_is_staged_sees_through_eager_transforms():
+  seen = []
+
+  def look(x):
+    seen.append(is_staged(x))
+    return jnp.sum(x)
+
+  x = np.ones(3, np.float32)
+  look(x)
+  jax.grad(look)(x)
+  jax.vmap(look)(np.ones((2, 3), np.float32))
+  jax.vmap(jax.grad(look))(np.ones((2, 3), np.float32))
+  jax.jvp(look, (x,), (x,))
+  jax.hessian(look)(x)
+  assert not any(seen)
+  seen.clear()
+  jax.jit(look)(x)
+  jax.grad(jax.jit(look))(x)
+  jax.jit(jax.grad(look))(x)
+  jax.jit(jax.vmap(jax.grad(look)))(np.ones((2, 3), np.float32))
+  jax.lax.map(look, np.ones((2, 3), np.float32))
+  assert seen and all(seen)
+
+
+# --- jax_debug_nans and jax_debug_infs ---
+
+
+@pytest.mark.parametrize("has_sink", [True, False])
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_debug_nans_finds_none_where_rows_see_nothing(implementation, has_sink):
+  q, k, v, sink = _operands()
+  fun = functools.partial(_loss, implementation=implementation)
+  with jax.debug_nans(True):
+    jax.grad(fun, (0, 1, 2, 3) if has_sink else (0, 1, 2))(q, k, v, sink if has_sink else None)
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_debug_infs_finds_none_where_all_rows_see_something(implementation):
+  q, k, v, _ = _operands()
+  causal = AttentionMask.causal(6)
+
+  def fun(q):
+    out, meta = jax_magi.attention(q, k, v, causal, implementation=implementation)
+    again = jax_magi.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(meta.lse) + jnp.sum(jnp.sin(again))
+
+  with jax.debug_infs(True):
+    jax.grad(fun)(q)
+
+
+# --- what is hidden stays hidden ---
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_nan_in_hidden_tokens_reaches_nothing(implementation, softcap):
+  clean = _operands()
+  dirty = [np.array(x) for x in clean]
+  hidden = [~_MASK.to_dense().any(axis=axis) for axis in (1, 0, 0)]
+  for x, rows in zip(dirty[:3], hidden, strict=True):
+    assert rows.any()
+    x[rows] = np.nan
+
+  def fun(q, k, v, sink):
+    out, meta = jax_magi.attention(
+      q,
+      k,
+      v,
+      _MASK,
+      sink=sink,
+      softcap=softcap,
+      return_max_logits=True,
+      implementation=implementation,
+    )
+    return _loss_of(out, meta.lse), (out, meta)
+
+  run = jax.value_and_grad(fun, (0, 1, 2, 3), has_aux=True)
+  assert_same_bits(run(*dirty), run(*clean))
+
+
+# --- integers ---
+
+
+def test_traced_wide_integers_do_not_wrap():
+  with jax.enable_x64(True):
+
+    def dense(end):
+      ranges = jnp.stack([jnp.zeros_like(end), end])[None]
+      return AttentionMask.from_ranges(ranges, ranges, q_len=4, k_len=4).to_dense()
+
+    assert jax.jit(dense)(np.int64(2**32)).all()
+    assert not jax.jit(dense)(np.int64(-(2**32) + 3)).any()
+    assert jax.jit(dense)(np.uint32(2**32 - 1)).all()
+
+
+@pytest.mark.parametrize("is_tall", [True, False])
+def test_many_slices_along_one_axis_are_checked_quickly(is_tall):
+  n = 10_000
+  begin = np.arange(n)
+  narrow, whole = np.stack([begin, begin + 1], 1), np.tile([0, n], (n, 1))
+  ranges = (whole, narrow) if is_tall else (narrow, whole)
+  start = time.perf_counter()
+  AttentionMask.from_ranges(*ranges)
+  assert time.perf_counter() - start < 1.0
+  ranges[int(is_tall)][-1] -= 1
+  with pytest.raises(ValueError, match="slices 9998 and 9999 overlap"):
+    AttentionMask.from_ranges(*ranges)
+
+
+def test_slices_cannot_be_changed():
+  slices = np.array([[0, 4, 0, 4, -(2**30), 0]], np.int32)
+  mask = AttentionMask(slices, 4, 4)
+  with pytest.raises(ValueError, match="read-only"):
+    mask.slices[0, 1] = 100
+  slices[0, 1] = 2  # The caller's own stays writable, and the mask as it was.
+  assert mask.slices[0, 1] == 4
