@@ -147,10 +147,10 @@ def time_forward(lengths: list[int]) -> list[dict]:
   return rows
 
 
-def _backward_seconds(attention: Callable, q, k, v) -> float:
+def _backward_seconds(attention: Callable, q, k, v, *, is_single: bool = False) -> float:
   """Of one backward pass alone, from residuals of one forward pass."""
   out, vjp = jax.jit(lambda q, k, v: jax.vjp(attention, q, k, v))(q, k, v)
-  keys = jax.random.split(jax.random.key(1), 8 if len(q) <= SHORT else 1)
+  keys = jax.random.split(jax.random.key(1), 8 if len(q) <= SHORT and not is_single else 1)
   douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]
   program = jax.jit(lambda vjp, douts: [vjp(dout) for dout in douts])
   return seconds(program, vjp, douts) / len(douts)
@@ -171,16 +171,21 @@ def time_backward(lengths: list[int]) -> list[dict]:
           options = {"implementation": "cuda", "deterministic": deterministic}
           return jax_magi.attention(q, k, v, mask, **options)[0]
 
-        def rate(attention, q=q, k=k, v=v, flop=flop):
-          return flop / _backward_seconds(attention, q, k, v) / 1e12
+        def rate(attention, q=q, k=k, v=v, flop=flop, **options):
+          return flop / _backward_seconds(attention, q, k, v, **options) / 1e12
 
         row = {"head_dim": head_dim, "length": length, "mask": name, "ours": rate(ours)}
         if length == DETERMINISTIC_LENGTH:
           row["deterministic"] = rate(functools.partial(ours, deterministic=True))
         if name in CUDNN:
-          row["cudnn"] = rate(functools.partial(_cudnn, options=CUDNN[name]))
+          cudnn = functools.partial(_cudnn, options=CUDNN[name])
+          row["cudnn"] = rate(cudnn)
+        if name in CUDNN and length <= SHORT:
+          row |= {"single": rate(ours, is_single=True), "cudnn_single": rate(cudnn, is_single=True)}
         rows.append(row)
         ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN" if "cudnn" in row else " " * 13
+        if "single" in row:
+          ratio += f", alone {row['single']:7.1f} {row['single'] / row['cudnn_single']:6.2f}x"
         slower = ""
         if "deterministic" in row:
           slower = f"{100 * (row['ours'] / row['deterministic'] - 1):4.0f}% slower deterministic"
@@ -277,7 +282,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 # Part of the benchmark -> its rows, given the numbers of tokens or none.
 PARTS: dict[str, Callable[[list[int] | None], list[dict]]] = {
   "forward": lambda lengths: time_forward(lengths or LENGTHS),
-  "backward": lambda lengths: time_backward(lengths or [n for n in LENGTHS if 4096 <= n <= 32768]),
+  "backward": lambda lengths: time_backward(lengths or [n for n in LENGTHS if n <= 32768]),
   "max_logits": lambda lengths: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda _: time_traced_masks(),
 }

@@ -34,18 +34,7 @@ CASES = {
   "window_pair-both_lengths": {"local_window_size": (3, 2), **_LENGTHS},
 }
 
-rank_promotions = pytest.mark.parametrize(
-  "rank_promotion",
-  [
-    "allow",
-    pytest.param(
-      "raise",
-      marks=pytest.mark.xfail(
-        strict=False, reason="attention and slices still rely on rank promotion inside"
-      ),
-    ),
-  ],
-)
+rank_promotions = pytest.mark.parametrize("rank_promotion", ["allow", "raise"])
 dtypes = pytest.mark.parametrize("dtype", ["f32", "bf16"])
 
 

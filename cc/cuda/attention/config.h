@@ -45,10 +45,13 @@ struct ForwardTile<256, 256, kHasSoftcap, false> {
   static constexpr bool kQInRegisters = false;
 };
 
+// A variant of its own stores a float32 output: with a branch for it in the epilogue, ptxas
+// schedules the main loop of some others 2% slower.
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
-          bool kIsSmall = false>
+          bool kIsSmall = false, bool kIsOutFloat_ = false>
 struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall> {
   using Element = Element_;
+  static constexpr bool kIsOutFloat = kIsOutFloat_;
   using Tile = ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall>;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;  // The code for it would cost all registers.

@@ -42,7 +42,6 @@ struct ForwardParams {
   const float* sink;
   void* out;
   float *lse, *max_logits;
-  bool is_out_float;  // Else it is of the operands' type.
 };
 
 // One query tile of one head, or of several packed. num_blocks < 0: no more work.
@@ -387,7 +386,7 @@ struct Consumer {
       const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
       if (thread % 32 == 0) ReportMaxLogit(largest, params.max_logits + batch_head);
     }
-    if (params.is_out_float) {
+    if constexpr (Config::kIsOutFloat) {
       float* out = static_cast<float*>(params.out);
       float* const rows[2] = {out + offset[0] * params.value_dim,
                               out + offset[1] * params.value_dim};

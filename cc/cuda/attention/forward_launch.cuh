@@ -69,7 +69,6 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.softcap = args.params.softcap;
   params.sink = args.sink;
   params.out = args.out;
-  params.is_out_float = args.out_dtype == DType::kF32;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
 
@@ -88,32 +87,37 @@ inline bool PrefersSmallTiles(const AttentionShape& shape) {
 }
 
 // Calls use() with the configuration for the call.
-template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, typename Use>
+template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, bool kIsOutFloat,
+          typename Use>
 auto WithTileFor(const AttentionShape& shape, Use use) {
   if constexpr (kHeadDim == 64) {
-    using Small = ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true>;
+    using Small =
+        ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true, kIsOutFloat>;
     if (PrefersSmallTiles(shape)) return use(Small());
   }
-  return use(ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap>());
+  return use(
+      ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/false, kIsOutFloat>());
 }
-template <int kHeadDim, int kValueDim, typename Element, typename Use>
+template <int kHeadDim, int kValueDim, typename Element, bool kIsOutFloat, typename Use>
 auto WithConfig(const AttentionShape& shape, bool has_softcap, Use use) {
-  return has_softcap ? WithTileFor<kHeadDim, kValueDim, Element, true>(shape, use)
-                     : WithTileFor<kHeadDim, kValueDim, Element, false>(shape, use);
+  return has_softcap ? WithTileFor<kHeadDim, kValueDim, Element, true, kIsOutFloat>(shape, use)
+                     : WithTileFor<kHeadDim, kValueDim, Element, false, kIsOutFloat>(shape, use);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
 Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
                                                             const LaunchOptions& options) {
-  return WithConfig<kHeadDim, kValueDim, Element>(
-      args.shape, args.params.softcap != 0.0f,
-      [&](auto config) { return LaunchForward<decltype(config)>(args, options); });
+  const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
+  const bool has_softcap = args.params.softcap != 0.0f;
+  return args.out_dtype == DType::kF32
+             ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, launch)
+             : WithConfig<kHeadDim, kValueDim, Element, false>(args.shape, has_softcap, launch);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
 Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
                                                               bool has_softcap) {
-  return WithConfig<kHeadDim, kValueDim, Element>(
+  return WithConfig<kHeadDim, kValueDim, Element, /*kIsOutFloat=*/false>(
       shape, has_softcap, [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
 }
 

@@ -29,10 +29,11 @@ _MAX_GROUPED = 2048
 
 
 def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
-  """What slices ([batch, n, 6]) show inside the arrays: traced ones may reach beyond them."""
+  """What slices ([..., 6]) show inside the arrays: traced ones may reach beyond them."""
   low = np.array([0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED], np.int32)
   high = np.array([q_len, q_len, k_len, k_len, UNBOUNDED, UNBOUNDED], np.int32)
-  return jnp.clip(slices, low[None, None], high[None, None])
+  shape = (1,) * (slices.ndim - 1) + (6,)  # Ranks are not promoted.
+  return jnp.clip(slices, low.reshape(shape), high.reshape(shape))
 
 
 def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
