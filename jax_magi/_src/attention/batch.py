@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import ops
-from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.transforms.sharding import has_explicit_axes, with_auto_axes
 from jax_magi._src.transforms.staging import is_staged
 from jax_magi._src.transforms.varying import vary_together
 
@@ -33,9 +33,10 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
   operands = vary_together(q, k, v, slices, sink)
   op = functools.partial(ops.attention, config)
 
-  def out_specs(q_axes):
-    batch, _, heads, _ = q_axes
+  def out_specs(axes):
+    batch, _, heads, _ = axes
     return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
 
-  out, lse, max_logits = with_auto_axes(op, q, out_specs)(*operands)
+  like = next((x for x in (q, k, v) if has_explicit_axes(x)), q)  # Some may be on no mesh.
+  out, lse, max_logits = with_auto_axes(op, like, out_specs)(*operands)
   return out, lse, lax.stop_gradient(max_logits)

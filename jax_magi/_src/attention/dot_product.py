@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.arguments import as_int32, check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import attend
-from jax_magi._src.attention.ops import AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.windows import band_around, window_band
-from jax_magi._src.transforms.sharding import with_auto_axes
 
 
 def dot_product_attention(
@@ -135,28 +130,11 @@ def dot_product_attention(
       segments,
       max_segments,
     )
-  results = _attend(config, q, k, v, slices, sink)
+  results = attend(config, q, k, v, slices, sink)
   out, lse, max_logits = results if has_batch else (x[0] for x in results)
   if return_meta:
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
   return (out, lse) if return_residual else out
-
-
-def _attend(config: AttentionConfig, q: Any, k: Any, v: Any, slices: Any, sink: Any) -> Any:
-  """`attend`; where the query is on no mesh but keys or values are, on theirs."""
-
-  def has_mesh(x):
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-  like = next((x for x in (q, k, v) if has_mesh(x)), q)
-  if like is q:
-    return attend(config, q, k, v, slices, sink)
-
-  def out_specs(kv_axes):
-    batch, _, heads, _ = kv_axes
-    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
-
-  return with_auto_axes(functools.partial(attend, config), like, out_specs)(q, k, v, slices, sink)
 
 
 def _check_mask_alone(mask: Any, others: dict[str, Any]) -> None:

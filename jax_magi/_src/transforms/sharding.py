@@ -94,6 +94,11 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
   return partitioned
 
 
+def has_explicit_axes(x: Any) -> bool:
+  """Whether the array lies on a mesh with Explicit axes."""
+  return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
 def with_auto_axes(
   fun: Callable, like: Any, out_specs: Callable[[tuple], tuple | PartitionSpec]
 ) -> Callable:
