@@ -59,7 +59,7 @@ def test_bad_argument_is_named(change, error, match):
 
 
 def test_cuda_kernels_are_missed_by_name(monkeypatch):
-  missing = dataclasses.replace(backends.HOPPER, library=None)  # As in a build without nvcc.
+  missing = dataclasses.replace(backends.HOPPER, module=None)  # As in a build without nvcc.
   monkeypatch.setitem(backends.BACKENDS, "cuda", missing)
   with pytest.raises(NotImplementedError, match="this build of jax_magi has no kernels"):
     _call(implementation="cuda", dtype=jnp.bfloat16)

@@ -24,13 +24,13 @@ def _search_path() -> str:
 @pytest.fixture(scope="module")
 def sass() -> str:
   """The library's machine code as text."""
-  if HOPPER.library is None:
+  if HOPPER.module is None:
     pytest.skip("built without the CUDA kernels")
   path = _search_path()
   cuobjdump, nvdisasm = (shutil.which(tool, path=path) for tool in ("cuobjdump", "nvdisasm"))
   if cuobjdump is None or nvdisasm is None:
     pytest.skip("needs cuobjdump and nvdisasm")
-  library = Path(HOPPER.library.__file__).with_name("libjax_magi_cuda.so")
+  library = Path(HOPPER.module.__file__).with_name("libjax_magi_cuda.so")
   environment = {**os.environ, "PATH": path}
   return subprocess.check_output([cuobjdump, "-sass", library], env=environment, text=True)
 

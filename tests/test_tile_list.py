@@ -7,7 +7,7 @@ from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native.backends import HOPPER
 
-if HOPPER.library is None:
+if HOPPER.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
 
 MASKS = {
@@ -35,7 +35,7 @@ def _needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2,
     "deterministic": False,
     "static_slices": slices.tobytes(),
   }
-  return HOPPER.library.attention_needs(**(call | changes))
+  return HOPPER.module.attention_needs(**(call | changes))
 
 
 def _tiles(mask, **call):

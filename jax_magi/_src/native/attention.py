@@ -71,7 +71,7 @@ def _needs(
   static_slices: bytes | None = None,
 ) -> Any:
   """`static_slices` are the values of `slices`, where they are known and one list."""
-  return backend.library.attention_needs(
+  return backend.module.attention_needs(
     q_shape=q.shape,
     k_shape=k.shape,
     value_dim=v.shape[-1],

@@ -25,7 +25,7 @@ class Backend:
   Attributes:
     platform: the platform, as JAX's lowering and our argument `implementation` name it.
     ffi_platform: the same platform, as the FFI's registry names it.
-    library: the module that hands out the handlers, and answers `needs`; None if it was not built.
+    module: what hands out the handlers, and answers `needs`; None if it was not built.
     attention_dtypes: element types that the attention kernels take.
     max_head_dim: the largest head dim that they take; None is no limit.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
@@ -36,7 +36,7 @@ class Backend:
 
   platform: str
   ffi_platform: str
-  library: Any
+  module: Any
   attention_dtypes: tuple[Any, ...] = (jnp.float32, jnp.bfloat16, jnp.float16)
   max_head_dim: int | None = None
   head_dim_multiple: int = 1
@@ -64,7 +64,7 @@ class Backend:
     return self._device_obstacle()
 
   def _device_obstacle(self) -> str | None:
-    if self.library is None:
+    if self.module is None:
       return "this build of jax_magi has no kernels for it"
     others = self._other_devices()
     return f"the kernels are for {self.devices}, and there are {others}" if others else None
@@ -88,7 +88,7 @@ class Backend:
     return others
 
 
-def _library(name: str) -> Any:
+def _import(name: str) -> Any:
   try:
     return importlib.import_module(f"jax_magi._src.native.{name}")
   except ModuleNotFoundError:  # It was built without nvcc.
@@ -97,11 +97,11 @@ def _library(name: str) -> Any:
 
 _SOFTMAX_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
-CPU = Backend("cpu", "cpu", _library("_cpu"))
+CPU = Backend("cpu", "cpu", _import("_cpu"))
 HOPPER = Backend(
   "cuda",
   "CUDA",
-  _library("_cuda"),
+  _import("_cuda"),
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
@@ -113,8 +113,8 @@ HOPPER = Backend(
 BACKENDS = {backend.platform: backend for backend in (CPU, HOPPER)}
 
 for _backend in BACKENDS.values():
-  if _backend.library is not None:
-    for _name, _handler in _backend.library.handlers().items():
+  if _backend.module is not None:
+    for _name, _handler in _backend.module.handlers().items():
       jax.ffi.register_ffi_target(_name, _handler, platform=_backend.ffi_platform)
 
 
