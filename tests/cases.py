@@ -107,6 +107,7 @@ CASES = [
   Case("prefix_lm", AttentionMask.prefix_lm(37, 150)),
   Case("block_causal", AttentionMask.block_causal(48, 170)),
   Case("shared_question", AttentionMask.shared_question(50, [30, 1, 70])),
+  Case("one_head-odd_lengths", AttentionMask.causal(129, 131), num_q_heads=1, num_kv_heads=1),
   Case("many_heads", AttentionMask.causal(40), num_q_heads=136, num_kv_heads=136, head_dim=16),
   Case("softcap", _PACKED, softcap=3.0),
   Case("softcap-sink", AttentionMask.causal(90), softcap=20.0, num_sinks=0, logit_scale=8.0),

@@ -126,6 +126,15 @@ def test_parts_depend_on_the_mask():
   assert _needs(AttentionMask.causal(2048), **options).num_dkv_parts in (2, 3)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lists_in_the_workspace_are_aligned(deterministic):
+  """Statistics of queries lie before them, an odd number of words here."""
+  options = {"is_backward": True, "group": 1, "num_kv_heads": 1, "deterministic": deterministic}
+  for changes in ({}, {"static_slices": None}):
+    needs = _needs(AttentionMask.causal(129, 131), **options, **changes)
+    assert needs.workspace_bytes % 32 == 0
+
+
 def test_deterministic_gradients_have_no_list_in_advance():
   needs = _needs(AttentionMask.causal(1000), is_backward=True, deterministic=True)
   assert not needs.tile_list and not needs.is_dq_summed

@@ -16,20 +16,20 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
                          ffi::AnyBuffer tile_list, ffi::AnyBuffer workspace, int32_t sm_margin,
                          int32_t tile_stamp, cudaStream_t stream, cuda::LaunchOptions* options) {
   const bool has_tile_list = tile_list.element_count() > 0;
-  const AttentionNeeds needs = cuda::NeedsOf(call, has_tile_list, /*slices=*/nullptr);
+  const cuda::CallLayout layout = cuda::LayoutOf(call, has_tile_list);
   if (call.shape.head_dim % 8 || call.shape.value_dim % 8) {
     return ffi::Error::InvalidArgument(context + ": head dims must be multiples of 8 on CUDA");
   }
   if (has_tile_list && !call.shape.shared_slices) {
     return ffi::Error::InvalidArgument(context + ": a tile list is for one slice list");
   }
-  if (has_tile_list && tile_stamp != needs.tile_stamp) {
+  if (has_tile_list && tile_stamp != layout.tiling.stamp()) {
     return ffi::Error::InvalidArgument(
         context + ": the program has a tile list of another version of jax_magi (stamp " +
-        std::to_string(tile_stamp) + ", expected " + std::to_string(needs.tile_stamp) +
+        std::to_string(tile_stamp) + ", expected " + std::to_string(layout.tiling.stamp()) +
         "); trace or export it again");
   }
-  if (static_cast<int64_t>(workspace.size_bytes()) < needs.workspace_bytes) {
+  if (static_cast<int64_t>(workspace.size_bytes()) < layout.workspace_bytes) {
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
   *options = {has_tile_list ? static_cast<const int32_t*>(tile_list.untyped_data()) : nullptr,
@@ -88,5 +88,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_backward, jax_magi::Backwa
 
 jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::AttentionCall& call,
                                                        const jax_magi::Slice* slices) {
-  return jax_magi::cuda::NeedsOf(call, /*has_tile_list=*/slices != nullptr, slices);
+  return jax_magi::cuda::NeedsOf(call, slices);
 }

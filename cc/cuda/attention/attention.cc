@@ -71,33 +71,37 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
   return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
 }
 
-AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slice* slices) {
+CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list) {
   const AttentionShape& shape = call.shape;
-  AttentionNeeds needs;
-  Tiling tiling;
   if (!call.is_backward) {
     const ForwardEntry* entry = Find(kForward, shape, call.dtype);
-    if (entry == nullptr) return needs;  // The call will say that it was not built.
-    tiling = entry->tiling(shape, call.has_softcap);
-    needs.workspace_bytes = TileListBytes(shape, tiling, has_tile_list);
-  } else {
-    const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
-    if (entry == nullptr) return needs;
-    const auto bytes = [&](BackwardPart part) {
-      return TileListBytes(shape, entry->tiling(call.has_softcap, part),
-                           has_tile_list && !call.deterministic);
-    };
-    tiling = entry->tiling(call.has_softcap,
-                           call.deterministic ? BackwardPart::kKeysValues : BackwardPart::kAll);
-    needs.workspace_bytes =
-        StatisticsBytes(shape) +
-        (call.deterministic ? bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)
-                            : bytes(BackwardPart::kAll));
+    if (entry == nullptr) return {};
+    const Tiling tiling = entry->tiling(shape, call.has_softcap);
+    return {tiling, TileListBytes(shape, tiling, has_tile_list)};
   }
-  if (slices != nullptr) needs.tile_list = MakeTileList(shape, tiling, slices);
-  needs.tile_stamp = tiling.stamp();
+  const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
+  if (entry == nullptr) return {};
+  const auto tiling = [&](BackwardPart part) { return entry->tiling(call.has_softcap, part); };
+  const auto bytes = [&](BackwardPart part) {
+    return TileListBytes(shape, tiling(part), has_tile_list && !call.deterministic);
+  };
+  const int64_t statistics = StatisticsBytes(shape);
+  if (!call.deterministic) {
+    return {tiling(BackwardPart::kAll), statistics + bytes(BackwardPart::kAll)};
+  }
+  return {tiling(BackwardPart::kKeysValues),
+          statistics + bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)};
+}
+
+AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
+  const CallLayout layout = LayoutOf(call, /*has_tile_list=*/slices != nullptr);
+  AttentionNeeds needs;
+  if (layout.tiling.num_rows == 0) return needs;  // The call will say that it was not built.
+  needs.workspace_bytes = layout.workspace_bytes;
+  needs.tile_stamp = layout.tiling.stamp();
+  if (slices != nullptr) needs.tile_list = MakeTileList(call.shape, layout.tiling, slices);
   if (call.is_backward) {
-    needs.num_dkv_parts = NumDkvParts(shape, tiling, needs.tile_list);
+    needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
     needs.is_dq_summed = !call.deterministic;
     if (call.deterministic) needs.tile_list.clear();
   }

@@ -26,9 +26,18 @@ Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options);
 
-// All that a call needs. With slices, one list that the whole batch shares, there will be a list of
-// tiles; but a deterministic backward pass, which would need two, always makes its own.
-AttentionNeeds NeedsOf(const AttentionCall& call, bool has_tile_list, const Slice* slices);
+// How a call cuts the score matrix, and the workspace it takes; all zero where no variant takes it.
+// A deterministic backward pass has two lists of tiles, of which this is the tiling of the first,
+// and makes both itself.
+struct CallLayout {
+  Tiling tiling{};
+  int64_t workspace_bytes = 0;
+};
+CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list);
+
+// All that a call needs, when it is traced: it takes longer to say. With slices, one list that the
+// whole batch shares, there will be a list of tiles.
+AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
 
 // One variant of a kernel, in a translation unit of its own.
 template <int kHeadDim, int kValueDim, typename Element>

@@ -17,9 +17,10 @@ struct QueryStatistics {
   float* delta;
 };
 
-// Bytes of workspace that they take.
+// Bytes of workspace that they take. What follows them is aligned like a TileList.
 inline int64_t StatisticsBytes(const AttentionShape& shape) {
-  return 2 * shape.num_statistics() * sizeof(float);
+  const int64_t num_bytes = 2 * shape.num_statistics() * sizeof(float);
+  return (num_bytes + alignof(TileList) - 1) / alignof(TileList) * alignof(TileList);
 }
 
 inline QueryStatistics StatisticsAt(void* memory, const AttentionShape& shape) {
