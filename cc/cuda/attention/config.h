@@ -116,14 +116,14 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   static constexpr bool kStartsScores = kStartIsScore && kByKeys;
   // Warpgroups take turns at their products. It is worth it where these are short.
   static constexpr bool kTakesTurns = !kHasDq && !kHasSoftcap && kHeadDim == 64;
-  // Two bursts of products a block: scores and dP, then dV, dQ and dK. With 64 dims it is 1%
-  // slower, with a cap there are no registers for it, and beyond 128 dims dQ takes two products.
+  // Two bursts of products a block: scores and dP, then dV, dQ and dK. With 64 dims it was 1%
+  // slower, with a cap it was not tried, and beyond 128 dims dQ takes two products.
   static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim == 128;
   // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
   // there are registers for them.
   static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
-  // Whether dK must be done before the next scores are issued: with 80 queries and 128 dims, ptxas
-  // else moves registers between them.
+  // Whether dK must be done before the next scores are issued: blocks of 80 queries fitted the
+  // registers only so. Of the kernels with 128 dims, those with a cap still have this loop.
   static constexpr bool kWaitsForDx = kHeadDim == 128;
   static constexpr bool kKeepsProbabilities =
       kInTwoBursts || (!kHasDq && (!kByKeys || Tile::kBlockColumns <= 64));
