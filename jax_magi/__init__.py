@@ -5,6 +5,19 @@ from jax_magi._src.attention.api import AttnForwardMeta, attention, flex_flash_a
 from jax_magi._src.attention.dot_product import dot_product_attention
 from jax_magi._src.attention.merge import merge_attention
 from jax_magi._src.attention.ops import CHECKPOINT_NAMES
+from jax_magi._src.context_parallel.api import (
+  calc_attn,
+  context_parallel_attention,
+  stack_keys,
+)
+from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
+from jax_magi._src.context_parallel.key import Capacities, DistAttnKey
+from jax_magi._src.context_parallel.make_keys import (
+  key_for_new_mask,
+  magi_attn_flex_key,
+  magi_attn_varlen_key,
+)
+from jax_magi._src.context_parallel.stats import PlanStats
 from jax_magi._src.masks.constructors import MaskType
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.softmax.api import (
@@ -20,16 +33,29 @@ __all__ = [
   "CHECKPOINT_NAMES",
   "AttentionMask",
   "AttnForwardMeta",
+  "Capacities",
+  "DistAttnKey",
   "FusedScaleMaskSoftmax",
   "MaskType",
+  "PlanStats",
   "SoftmaxExplanation",
   "attention",
+  "calc_attn",
+  "context_parallel_attention",
+  "dispatch",
   "dot_product_attention",
   "flex_flash_attn_func",
   "fused_scale_mask_softmax",
+  "get_position_ids",
+  "key_for_new_mask",
+  "magi_attn_flex_key",
+  "magi_attn_varlen_key",
   "merge_attention",
   "optim",
+  "roll",
   "scaled_masked_softmax",
   "scaled_softmax",
   "scaled_upper_triang_masked_softmax",
+  "stack_keys",
+  "undispatch",
 ]

@@ -21,11 +21,7 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
 
   Operands and results are those of `ops.forward`; slices may be numpy. max_logits has no gradient.
   """
-  # Kernels take positive scales, under which the largest score is the largest logit.
-  if config.softmax_scale < 0.0:
-    q, config = -q, dataclasses.replace(config, softmax_scale=-config.softmax_scale)
-  elif config.softmax_scale == 0.0:
-    q, config = jnp.zeros_like(q), dataclasses.replace(config, softmax_scale=1.0)
+  q, config = with_positive_scale(q, config)
   # Only in a program that is compiled as a whole: elsewhere, each new mask would be a new program.
   if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and any(map(is_staged, (q, k, v))):
     config = dataclasses.replace(config, static_slices=slices.tobytes())
@@ -40,3 +36,12 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
   like = next((x for x in (q, k, v) if has_explicit_axes(x)), q)  # Some may be on no mesh.
   out, lse, max_logits = with_auto_axes(op, like, out_specs)(*operands)
   return out, lse, lax.stop_gradient(max_logits)
+
+
+def with_positive_scale(q, config: ops.AttentionConfig):
+  """The same logits: kernels take positive scales, under which the largest score is the largest."""
+  if config.softmax_scale < 0.0:
+    return -q, dataclasses.replace(config, softmax_scale=-config.softmax_scale)
+  if config.softmax_scale == 0.0:
+    return jnp.zeros_like(q), dataclasses.replace(config, softmax_scale=1.0)
+  return q, config

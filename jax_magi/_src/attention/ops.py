@@ -53,7 +53,7 @@ def _attention_bwd(config, residuals, cotangents):
   q, k, v, slices, sink, out, lse = residuals
   dout, dlse, _ = cotangents
   row_delta = delta(out, lse, dout, dlse)
-  dsink = -jnp.sum(_sink_probability(sink, lse) * row_delta, axis=1)
+  dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
   config, slices = _grouped_by_keys(config, slices)
   dq, dk, dv = backward(config, q, k, v, dout, lse, row_delta, slices)
   return dq, dk, dv, None, dsink
@@ -113,7 +113,7 @@ def backward(config: AttentionConfig, q, k, v, dout, lse, delta, slices, *, grad
   return _backward(config, dtype)(q, k, v, dout, lse, delta, slices)
 
 
-def _sink_probability(sink, lse):
+def sink_probability(sink, lse):
   """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
   sink = sink[:, None, :]
   has_sink = sink != -jnp.inf

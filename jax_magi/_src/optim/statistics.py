@@ -31,7 +31,8 @@ def reduce_max_logits(
     max_logits: an array, or any tree of them; for example `[microbatches, layers, batch, heads]`.
     axis: axes of the arrays to reduce over: batch, microbatches. Never layers: each clips by its
       own.
-    axis_name: mesh axes to reduce over, inside `jax.shard_map`: data and context parallel ones.
+    axis_name: mesh axes to reduce over, inside `jax.shard_map`: data and context parallel ones. A
+      tree takes one collective, so call it once at the end of a step, with all layers'.
 
   Returns:
     The same without `axis`. No gradient flows through.
@@ -40,12 +41,18 @@ def reduce_max_logits(
   def reduce(x):
     x = lax.stop_gradient(jnp.asarray(x))
     x = jnp.where(jnp.isnan(x), jnp.inf, x)
-    if axis is not None:
-      axes = tuple(axis) if isinstance(axis, Sequence) else axis
-      x = x.max(axis=axes, initial=-jnp.inf)
-    return x if axis_name is None else lax.pmax(x, axis_name)
+    if axis is None:
+      return x
+    axes = tuple(axis) if isinstance(axis, Sequence) else axis
+    return x.max(axis=axes, initial=-jnp.inf)
 
-  return jax.tree.map(reduce, max_logits)
+  leaves, treedef = jax.tree.flatten(jax.tree.map(reduce, max_logits))
+  if axis_name is not None and leaves:
+    # All layers' in one collective.
+    flat = lax.pmax(jnp.concatenate([jnp.ravel(x) for x in leaves]), axis_name)
+    parts = jnp.split(flat, np.cumsum([x.size for x in leaves])[:-1].tolist())
+    leaves = [part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)]
+  return jax.tree.unflatten(treedef, leaves)
 
 
 def is_broken(max_logits: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Attention with the sequence split over devices: the plan, and its execution."""

@@ -1,0 +1,227 @@
+"""The public functions of context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from jax_magi._src.arguments import check_flag
+from jax_magi._src.attention import checks
+from jax_magi._src.attention.api import AttnForwardMeta
+from jax_magi._src.attention.batch import with_positive_scale
+from jax_magi._src.context_parallel.key import DistAttnKey, with_capacities
+from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
+from jax_magi._src.optim import statistics as optim
+from jax_magi._src.transforms.varying import vary_together
+
+
+def calc_attn(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  key: DistAttnKey,
+  *,
+  axis_name: str = "cp",
+  softmax_scale: float | None = None,
+  softcap: float = 0.0,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  reduce_max_logits: bool = True,
+  keep_remote_kv: bool = False,
+  deterministic: bool = False,
+  sm_margin: int = 0,
+  implementation: str | None = None,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """`attention` of a rank's queries over all keys, inside `shard_map` over `axis_name`.
+
+  Args:
+    q: `[local, num_q_heads, head_dim]`, the rank's part of what `dispatch` returned.
+    k: `[local, num_kv_heads, head_dim]`, likewise.
+    v: `[local, num_kv_heads, value_dim]`, likewise.
+    key: the mask's plan, passed with `in_specs=P(axis_name)`.
+    axis_name: the mesh axis over which the sequence is split.
+    softmax_scale: as in `attention`; so softcap, deterministic, sm_margin and implementation.
+    softcap: see above.
+    sink: as in `attention`, the same on all ranks. Its gradient is the sum over them.
+    return_max_logits: whether to fill `meta.max_logits`.
+    reduce_max_logits: whether they are the maxima over all ranks. If not, they are this rank's, and
+      `jax_magi.optim.reduce_max_logits` reduces those of all layers at once.
+    keep_remote_kv: whether other ranks' keys and values stay in memory until the backward pass,
+      which otherwise fetches them anew.
+    deterministic: see above.
+    sm_margin: see above.
+    implementation: see above.
+
+  Returns:
+    out `[local, num_q_heads, value_dim]`, and `AttnForwardMeta` with the rank's lse and, over all
+    ranks, max_logits.
+  """
+  key = _check_key(key, axis_name)
+  checks.check_qkv(q, k, v)
+  _check_local_lengths(q, k, key)
+  config = checks.make_config(
+    q,
+    v,
+    softmax_scale=softmax_scale,
+    softcap=softcap,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    implementation=implementation,
+  )
+  keep = check_flag("keep_remote_kv", keep_remote_kv)
+  is_reduced = check_flag("reduce_max_logits", reduce_max_logits)
+  q, config = with_positive_scale(q, config)
+  sink = checks.check_sink(sink, q.shape[1])
+  leaves, treedef = jax.tree.flatten(key)
+  # Before the custom derivative, so that the gradient of a replicated operand is summed.
+  q, k, v, sink, *leaves = vary_together(q, k, v, jnp.asarray(sink), *map(jnp.asarray, leaves))
+  rank_config = RankConfig(config, config, axis_name, keep)
+  out, lse, max_logits = rank_attention(
+    rank_config, q, k, v, jax.tree.unflatten(treedef, leaves), sink
+  )
+  if not check_flag("return_max_logits", return_max_logits):
+    return out, AttnForwardMeta(lse)
+  if is_reduced:
+    return out, AttnForwardMeta(lse, optim.reduce_max_logits(max_logits, axis_name=axis_name))
+  return out, AttnForwardMeta(lse, lax.stop_gradient(max_logits))
+
+
+def context_parallel_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  key: DistAttnKey,
+  *,
+  mesh: Any = None,
+  axis_name: str = "cp",
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  **options: Any,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """`calc_attn` for plain `jit`, on whole arrays: it wraps `shard_map` itself.
+
+  Args:
+    q: `[cp_size * local, num_q_heads, head_dim]` as `dispatch` returns it, or with a leading batch.
+    k: likewise, with kv heads.
+    v: likewise.
+    key: one for the whole batch, or a stack (`stack_keys`) with one for each row.
+    mesh: has the axes named below; None is the current one.
+    axis_name: the axis over which the sequence is split.
+    batch_axis: the axes over which the batch is split, if it is.
+    head_axis: the axes over which heads are split, if they are.
+    sink: as in `calc_attn`.
+    return_max_logits: as in `calc_attn`. They are `[num_q_heads]`, or `[batch, num_q_heads]`.
+    **options: as in `calc_attn`.
+
+  Returns:
+    out and meta of whole arrays.
+  """
+  if not isinstance(key, DistAttnKey):
+    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  has_batch = q.ndim == 4
+  if q.ndim not in (3, 4):
+    raise ValueError(
+      f"q must be [length, num_heads, head_dim], or with a leading batch, got {list(q.shape)}"
+    )
+  if batch_axis is not None and not has_batch:
+    raise ValueError(f"batch_axis is {batch_axis!r}, but q has no batch: {list(q.shape)}")
+  is_stack = np.ndim(key.q_chunks) == 3
+  if is_stack and not has_batch:
+    raise ValueError(f"key is a stack of keys, but q has no batch: {list(q.shape)}")
+  batch = (batch_axis,) if has_batch else ()
+
+  def step(q, k, v, key, sink):
+    def attend(q, k, v, key):
+      return calc_attn(
+        q,
+        k,
+        v,
+        key,
+        axis_name=axis_name,
+        sink=sink,
+        return_max_logits=return_max_logits,
+        **options,
+      )
+
+    if not has_batch:
+      return attend(q, k, v, key)
+    return jax.vmap(attend, in_axes=(0, 0, 0, 1 if is_stack else None))(q, k, v, key)
+
+  rows = P(*batch, axis_name, head_axis)
+  key_spec = P(axis_name, batch_axis) if is_stack else P(axis_name)
+  sink_spec = P() if sink is None else P(*[None] * (np.ndim(sink) - 1), head_axis)
+  meta = AttnForwardMeta(rows, P(*batch, head_axis) if return_max_logits else None)  # type: ignore[arg-type]
+  operands, in_specs = (q, k, v, key, sink), (rows, rows, rows, key_spec, sink_spec)
+  mesh = jax.sharding.get_mesh() if mesh is None else mesh
+  if AxisType.Explicit in mesh.axis_types:  # Where shard_map moves nothing by itself.
+    operands = tuple(
+      jax.tree.map(lambda x, s=spec: reshard(jnp.asarray(x), NamedSharding(mesh, s)), operand)
+      for operand, spec in zip(operands, in_specs, strict=True)
+    )
+  return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, meta))(*operands)
+
+
+def stack_keys(keys: Sequence[DistAttnKey]) -> DistAttnKey:
+  """Keys of equal lengths side by side, for a batch: leaves `[cp_size, batch, ...]`.
+
+  `jax.vmap(..., in_axes=1)` takes one of them for each row. Capacities become those of the largest.
+  """
+  if not keys:
+    raise ValueError("keys must hold at least one key")
+  capacities = keys[0].capacities
+  for key in keys[1:]:
+    capacities = capacities | key.capacities
+  keys = [with_capacities(key, capacities) for key in keys]
+  for i, key in enumerate(keys):
+    if key.spec != keys[0].spec:
+      raise ValueError(f"keys must be alike, but 0 is {keys[0]} and {i} is {key}")
+  return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *keys)
+
+
+def _check_key(key: Any, axis_name: str) -> DistAttnKey:
+  """The rank's part of a key: leaves with a leading axis of 1."""
+  if not isinstance(key, DistAttnKey):
+    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  try:
+    size = lax.axis_size(axis_name)
+  except NameError:
+    raise ValueError(
+      f"calc_attn must be called inside shard_map over the mesh axis {axis_name!r} (axis_name=), "
+      "which is not there"
+    ) from None
+  if size != key.spec.cp_size:
+    raise ValueError(
+      f"the key is for cp_size={key.spec.cp_size}, but the mesh axis {axis_name!r} has size {size}"
+    )
+  shape = np.shape(key.q_chunks)
+  if len(shape) != 2:
+    raise ValueError(f"key must be one key, got a stack {list(shape)}: use vmap with in_axes=1")
+  if shape[0] == 1:
+    return key
+  if shape[0] != size:
+    raise ValueError(f"key must have leaves of {size} ranks or of one, got {shape[0]}")
+  # One for all ranks, closed over or replicated: each takes its own part.
+  rank = lax.axis_index(axis_name)
+  return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), rank, 1), key)
+
+
+def _check_local_lengths(q: Any, k: Any, key: DistAttnKey) -> None:
+  spec = key.spec
+  for name, x, local, length in (
+    ("q", q, spec.q_local, spec.q_len),
+    ("k", k, spec.k_local, spec.k_len),
+  ):
+    if x.shape[0] != local:
+      raise ValueError(
+        f"{name} must have the {local} rows of a rank (the key's mask has {length} over "
+        f"{spec.cp_size} ranks; see dispatch), got {list(x.shape)}"
+      )

@@ -1,0 +1,127 @@
+"""Tokens into the order of ranks and back, and what depends on that order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_magi._src.arguments import check_choice, check_position
+from jax_magi._src.context_parallel.key import DistAttnKey
+
+
+def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -> Any:
+  """Tokens in the order of ranks: `[length, ...]` to `[cp_size * local, ...]`, padded.
+
+  Numpy stays numpy, for a data loader; a JAX array may be traced, and has a gradient.
+
+  Args:
+    x: tokens in the order of the sequence.
+    key: says where they go.
+    role: "q", or "k" for keys and values of cross-attention, which have an order of their own.
+    pad_value: for rows after the last token.
+  """
+  chunks, length, chunk_size = _side(key, role)
+  chunks = _all_ranks(chunks, key, "dispatch")
+  if x.ndim == 0 or x.shape[0] != length:
+    raise ValueError(f"x must have the {length} tokens of the key's mask, got {list(x.shape)}")
+  xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
+  padding = chunks.size * chunk_size - length
+  widths = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
+  padded = xp.pad(x, widths, constant_values=pad_value) if padding else x
+  blocks = padded.reshape(chunks.size, chunk_size, *x.shape[1:])
+  return xp.take(blocks, chunks.reshape(-1), axis=0).reshape(padded.shape)
+
+
+def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
+  """The inverse of `dispatch`: `[cp_size * local, ...]` to `[length, ...]`."""
+  chunks, length, chunk_size = _side(key, role)
+  chunks = _all_ranks(chunks, key, "undispatch")
+  if x.ndim == 0 or x.shape[0] != chunks.size * chunk_size:
+    raise ValueError(
+      f"x must have the {chunks.size * chunk_size} rows of all ranks, got {list(x.shape)}"
+    )
+  xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
+  blocks = x.reshape(chunks.size, chunk_size, *x.shape[1:])
+  return xp.take(blocks, xp.argsort(chunks.reshape(-1)), axis=0).reshape(x.shape)[:length]
+
+
+def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
+  """int32: each row's place in the sequence, for rotary embeddings. Those of padding lie behind it.
+
+  `[cp_size * local]` for a whole key; `[local]` inside `shard_map`, where a key is one rank's.
+  """
+  chunks, _, chunk_size = _side(key, role)
+  return (chunks[..., None] * chunk_size + np.arange(chunk_size, dtype=np.int32)).reshape(-1)
+
+
+def roll(
+  x: Any, key: DistAttnKey, shift: int = -1, *, axis_name: str = "cp", role: str = "q"
+) -> Any:
+  """`jnp.roll` along the sequence of tokens in the order of ranks; -1 gives next-token labels.
+
+  Args:
+    x: `[cp_size * local, ...]`, or `[local, ...]` inside `shard_map`, where the rows at the edges
+      of chunks come from other ranks.
+    key: says where tokens are.
+    shift: as in `jnp.roll`; at most a chunk.
+    axis_name: the mesh axis, inside `shard_map`.
+    role: as in `dispatch`.
+
+  Returns:
+    The same shape. Rows of padding are zero.
+  """
+  chunks, length, chunk_size = _side(key, role)
+  shift = check_position("shift", shift)
+  if chunks.shape[0] == key.spec.cp_size and x.shape[0] == chunks.size * chunk_size:
+    xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
+    return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
+  if abs(shift) > min(chunk_size, length):
+    raise ValueError(f"shift must be at most a chunk of {chunk_size} tokens, got {shift}")
+  if x.ndim == 0 or chunks.shape[0] != 1 or x.shape[0] != chunks.size * chunk_size:
+    raise ValueError(
+      f"x must have the {chunks.shape[1] * chunk_size} rows of a rank, got {list(x.shape)}"
+    )
+  # The rows that neighbours ask for: the first ones of each chunk, or its last tokens.
+  blocks = x.reshape(chunks.shape[1], chunk_size, *x.shape[1:])
+  begins = chunks[0] * chunk_size
+  ends = jnp.clip(length - begins, 0, chunk_size)
+  offsets = jnp.zeros_like(ends) if shift < 0 else jnp.maximum(ends - shift, 0)
+  edge = offsets[:, None] + np.arange(abs(shift), dtype=np.int32)[None]
+  edges = jnp.take_along_axis(blocks, edge.reshape(*edge.shape, *[1] * (x.ndim - 1)), axis=1)
+  all_edges = lax.all_gather(edges, axis_name, tiled=True)
+  owners = lax.all_gather(chunks[0], axis_name, tiled=True)
+  slots = jnp.argsort(owners)
+
+  position = get_position_ids(key, role=role)
+  source = (position - shift) % length
+  chunk = source // chunk_size
+  near = jnp.clip(jnp.arange(len(position)) - shift, 0, len(position) - 1)
+  is_near = (chunk == position // chunk_size) & (source == position - shift)
+  full = jnp.clip(length - chunk * chunk_size, 0, chunk_size)
+  offset = source - chunk * chunk_size - (0 if shift < 0 else jnp.maximum(full - shift, 0))
+  far = all_edges[slots[chunk], jnp.clip(offset, 0, abs(shift) - 1)] if shift else x
+  pick = [-1] + [1] * (x.ndim - 1)
+  rolled = jnp.where(is_near.reshape(pick), jnp.take(x, near, axis=0), far)
+  return jnp.where((position < length).reshape(pick), rolled, jnp.zeros_like(rolled))
+
+
+def _side(key: Any, role: str) -> tuple[Any, int, int]:
+  """Chunks, length and chunk size of queries or keys."""
+  if not isinstance(key, DistAttnKey):
+    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  spec = key.spec
+  if check_choice("role", role, ("q", "k")) == "q":
+    return key.q_chunks, spec.q_len, spec.q_chunk_size
+  return key.k_chunks, spec.k_len, spec.k_chunk_size
+
+
+def _all_ranks(chunks: Any, key: DistAttnKey, name: str) -> Any:
+  if chunks.ndim != 2 or chunks.shape[0] != key.spec.cp_size:
+    raise ValueError(
+      f"{name} needs a key of all {key.spec.cp_size} ranks, got one with chunks "
+      f"{list(chunks.shape)}: call it outside of shard_map, and on one key of a stack"
+    )
+  return chunks

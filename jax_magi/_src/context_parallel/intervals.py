@@ -1,0 +1,69 @@
+"""Vectors of intervals: cut, joined and counted. int64 numpy throughout."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Positions of different groups, that many apart, never meet.
+_STRIDE = 1 << 31
+
+
+def exploded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """For each of `counts[i]` copies of i: i, and which copy it is."""
+  index = np.repeat(np.arange(len(counts)), counts)
+  return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def starts_within(group: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+  """Where each element begins in its group, laid out one after the other. `group` is sorted."""
+  ends = np.cumsum(sizes)
+  is_first = np.append(True, group[1:] != group[:-1])[: len(group)]
+  base = np.where(is_first, ends - sizes, 0)
+  return ends - sizes - np.maximum.accumulate(base)
+
+
+def joined(is_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The first and last index of each run of elements, a run beginning where `is_new` says so."""
+  first = np.flatnonzero(is_new)
+  return first, np.append(first[1:], len(is_new))[: len(first)] - 1
+
+
+def union(group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
+  """Disjoint (group, begin, end), sorted, that cover the same positions of each group."""
+  order = np.lexsort((begin, group))
+  group, begin, end = group[order], begin[order], end[order]
+  reach = np.maximum.accumulate(group * _STRIDE + end)
+  is_new = np.append(True, group[1:] * _STRIDE + begin[1:] > reach[:-1])[: len(group)]
+  first, last = joined(is_new)
+  return group[first], begin[first], reach[last] - group[first] * _STRIDE
+
+
+def cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
+  """Non-empty intervals cut at multiples of `size`: whose part each is, which block, begin, end."""
+  first = begin // size
+  index, block = exploded((end - 1) // size - first + 1)
+  block = first[index] + block
+  return (
+    index,
+    block,
+    np.maximum(begin[index], block * size),
+    np.minimum(end[index], (block + 1) * size),
+  )
+
+
+def overlapping(
+  group: np.ndarray,
+  begin: np.ndarray,
+  end: np.ndarray,
+  run_group: np.ndarray,
+  run_begin: np.ndarray,
+  run_end: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Indices of intervals and of runs of the same group that share a position.
+
+  Runs are disjoint and sorted by group and begin.
+  """
+  low = np.searchsorted(run_group * _STRIDE + run_end, group * _STRIDE + begin, side="right")
+  high = np.searchsorted(run_group * _STRIDE + run_begin, group * _STRIDE + end, side="left")
+  index, copy = exploded(np.maximum(high - low, 0))
+  return index, low[index] + copy

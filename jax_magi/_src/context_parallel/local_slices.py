@@ -1,0 +1,73 @@
+"""Slices of the whole mask to slices of a rank's own buffers, as few as possible."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_magi._src.masks.slices import HI, K_BEGIN, K_END, LO, Q_BEGIN, Q_END, UNBOUNDED
+
+
+def shown_keys(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The keys that each slice (int64) shows to some query: all from begin to end."""
+  begin = np.maximum(slices[:, K_BEGIN], slices[:, Q_BEGIN] + slices[:, LO])
+  end = np.minimum(slices[:, K_END], slices[:, Q_END] + slices[:, HI])
+  return begin, end
+
+
+def moved(slices: np.ndarray, q_shift: np.ndarray, k_shift: np.ndarray) -> np.ndarray:
+  """The same rectangles elsewhere. Bands that restrict nothing are unbounded afterwards."""
+  s = slices.copy()
+  s[:, [Q_BEGIN, Q_END]] += q_shift[:, None]
+  s[:, [K_BEGIN, K_END]] += k_shift[:, None]
+  bands = slices[:, [LO, HI]]
+  bands = np.where(np.abs(bands) >= UNBOUNDED, bands, bands + (k_shift - q_shift)[:, None])
+  s[:, LO] = np.where(_lets_pass_low(s, bands[:, 0]), -UNBOUNDED, bands[:, 0])
+  s[:, HI] = np.where(_lets_pass_high(s, bands[:, 1]), UNBOUNDED, bands[:, 1])
+  return s
+
+
+def _lets_pass_low(s: np.ndarray, lo: np.ndarray) -> np.ndarray:
+  return lo <= s[:, K_BEGIN] - (s[:, Q_END] - 1)
+
+
+def _lets_pass_high(s: np.ndarray, hi: np.ndarray) -> np.ndarray:
+  return hi >= s[:, K_END] - 1 - s[:, Q_BEGIN]
+
+
+def merged(group: np.ndarray, slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The same pairs in fewer slices: neighbours of a group along keys, then queries, become one.
+
+  Slices are as `moved` returns them. The result is sorted by group.
+  """
+  while True:
+    count = len(slices)
+    for near, far in ((K_BEGIN, Q_BEGIN), (Q_BEGIN, K_BEGIN)):
+      group, slices = _merged_along(near, far, group, slices)
+    if len(slices) == count:
+      return group, slices
+
+
+def _merged_along(near: int, far: int, group: np.ndarray, s: np.ndarray):
+  """Merges along the axis whose ranges begin in column `near`; `far` is the other axis."""
+  order = np.lexsort((s[:, near], s[:, far + 1], s[:, far], group))
+  group, s = group[order], s[order]
+  while len(s) > 1:
+    a, b = s[:-1], s[1:]
+    union = a.copy()
+    union[:, near + 1] = b[:, near + 1]
+    union[:, LO] = np.maximum(a[:, LO], b[:, LO])
+    union[:, HI] = np.minimum(a[:, HI], b[:, HI])
+    can = (group[:-1] == group[1:]) & (a[:, far] == b[:, far]) & (a[:, far + 1] == b[:, far + 1])
+    can &= a[:, near + 1] == b[:, near]
+    for part in (a, b):
+      can &= (part[:, LO] == union[:, LO]) | _lets_pass_low(part, union[:, LO])
+      can &= (part[:, HI] == union[:, HI]) | _lets_pass_high(part, union[:, HI])
+    if not can.any():
+      break
+    # Of a run of neighbours, every other one takes its successor; the next round takes the rest.
+    index = np.arange(len(can))
+    place = index - np.maximum.accumulate(np.where(can, -1, index)) - 1
+    taken = np.flatnonzero(can & (place % 2 == 0))
+    s[taken] = union[taken]
+    group, s = np.delete(group, taken + 1), np.delete(s, taken + 1, axis=0)
+  return group, s

@@ -1,0 +1,265 @@
+"""Keys from masks, on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
+from jax_magi._src.context_parallel import assignment
+from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, make_key
+from jax_magi._src.context_parallel.plan import Dispatch, assign_by_area, make_plan, num_chunks
+from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.masks.slices import area_of
+
+# Chunks of a rank, where the caller does not say: enough to balance one causal document within 1%.
+_CHUNKS_OF_RANK = 32
+# Smaller chunks fill no tile of the kernel; but a short sequence gets four of a rank all the same.
+_SMALLEST_CHUNK = 128
+
+
+def magi_attn_flex_key(
+  q_ranges: Any,
+  k_ranges: Any = None,
+  attn_type_map: Any = None,
+  *,
+  total_seqlen: int | None = None,
+  total_seqlen_k: int | None = None,
+  cp_size: int,
+  chunk_size: int | None = None,
+  overlap_degree: int = 1,
+  dispatch: Any = "area",
+  cross_attention: bool | None = None,
+  capacities: Capacities | None = None,
+  all_gather: bool | None = None,
+) -> DistAttnKey:
+  """Plans attention over a mask on `cp_size` ranks. Numpy on the host; equal on every process.
+
+  Args:
+    q_ranges: int `[n, 2]`, half open, as in `flex_flash_attn_func`; or an `AttentionMask`, and then
+      neither of the next two.
+    k_ranges: int `[n, 2]`, likewise.
+    attn_type_map: int `[n]` of `MaskType`; None is FULL.
+    total_seqlen: number of tokens; may be left out (the largest end).
+    total_seqlen_k: number of keys, in cross-attention.
+    cp_size: number of ranks: the size of the mesh axis.
+    chunk_size: tokens that stay together; None is a power of two that gives each rank 32 chunks or
+      more, of 128 tokens or more where the sequence is long enough.
+    overlap_degree: into how many transfers, each with a call of the kernel, the keys of other ranks
+      are split; the call over a rank's own keys needs none. 0 is one transfer and one call.
+    dispatch: who gets which chunk. "area": even work, few rows to move. "zigzag": the i-th block
+      from the front and from the back. "contiguous": in order, so that the function `dispatch` only
+      pads. Or int `[num_chunks]`, the rank of each chunk, equally many for each.
+    cross_attention: whether keys are other tokens than queries, dispatched in order; None is if
+      there are more or fewer.
+    capacities: those of another key, to share its compiled step; None is round numbers above what
+      is needed.
+    all_gather: whether all rows move to all ranks, by all-gather; None decides by their number.
+
+  Returns:
+    A `DistAttnKey`.
+  """
+  mask = _as_mask(q_ranges, k_ranges, attn_type_map, total_seqlen, total_seqlen_k)
+  cp_size = _check_positive("cp_size", cp_size)
+  if cross_attention is None:
+    is_cross = mask.q_len != mask.k_len or total_seqlen_k is not None
+  else:
+    is_cross = check_flag("cross_attention", cross_attention)
+  if not is_cross and mask.q_len != mask.k_len:
+    raise ValueError(
+      f"queries and keys are the same tokens unless cross_attention, but the mask has {mask.q_len} "
+      f"queries and {mask.k_len} keys"
+    )
+  keys = None
+  if is_cross:
+    size = _chunk_size("total_seqlen_k", None, mask.k_len, cp_size)
+    count = num_chunks(mask.k_len, size, cp_size)
+    keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
+  queries = _make_dispatch(mask, cp_size, chunk_size, dispatch, keys)
+  return _plan_key(mask, queries, keys or queries, overlap_degree, capacities, all_gather)
+
+
+def magi_attn_varlen_key(
+  cu_seqlens_q: Any,
+  cu_seqlens_k: Any = None,
+  *,
+  causal: bool = False,
+  total_seqlen: int | None = None,
+  cp_size: int,
+  **options: Any,
+) -> DistAttnKey:
+  """`magi_attn_flex_key` for packed documents, given by cumulative lengths that begin with 0.
+
+  Args:
+    cu_seqlens_q: int `[num_documents + 1]`.
+    cu_seqlens_k: likewise, in cross-attention.
+    causal: whether tokens see only those before them.
+    total_seqlen: number of tokens, if there are more than those of the documents.
+    cp_size: number of ranks.
+    **options: as in `magi_attn_flex_key`.
+  """
+  mask = AttentionMask.from_cu_seqlens(
+    cu_seqlens_q, cu_seqlens_k, causal=causal, q_len=total_seqlen
+  )
+  is_cross = options.pop("cross_attention", None if cu_seqlens_k is None else True)
+  return magi_attn_flex_key(mask, cp_size=cp_size, cross_attention=is_cross, **options)
+
+
+def key_for_new_mask(
+  key: DistAttnKey,
+  q_ranges: Any,
+  k_ranges: Any = None,
+  attn_type_map: Any = None,
+  *,
+  overlap_degree: int | None = None,
+  capacities: Capacities | None = None,
+  all_gather: bool | None = None,
+) -> DistAttnKey:
+  """Another mask on the same dispatch, for models whose layers have different masks.
+
+  Args:
+    key: says which rank has which tokens.
+    q_ranges: as in `magi_attn_flex_key`; so the next two.
+    k_ranges: see above.
+    attn_type_map: see above.
+    overlap_degree: None is that of `key`.
+    capacities: as in `magi_attn_flex_key`; so the next one.
+    all_gather: see above.
+  """
+  if not isinstance(key, DistAttnKey):
+    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  spec = key.spec
+  mask = _as_mask(q_ranges, k_ranges, attn_type_map, spec.q_len, spec.k_len)
+  if (mask.q_len, mask.k_len) != (spec.q_len, spec.k_len):
+    raise ValueError(
+      f"the key is for {spec.q_len} queries and {spec.k_len} keys, "
+      f"but the new mask has {mask.q_len} and {mask.k_len}"
+    )
+  queries = _dispatch_of(key.q_chunks, spec.q_len, spec.q_chunk_size, spec.cp_size)
+  keys = queries
+  if spec.is_cross:
+    keys = _dispatch_of(key.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
+  degree = spec.overlap_degree if overlap_degree is None else overlap_degree
+  return _plan_key(mask, queries, keys, degree, capacities, all_gather)
+
+
+def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
+  """A concrete mask."""
+  if isinstance(q_ranges, AttentionMask):
+    if k_ranges is not None or attn_type_map is not None:
+      raise ValueError("k_ranges and attn_type_map go with q_ranges, but a mask was given instead")
+    mask = q_ranges
+    for name, length, have in (
+      ("total_seqlen", q_len, mask.q_len),
+      ("total_seqlen_k", k_len, mask.k_len),
+    ):
+      if length is not None and length != have:
+        raise ValueError(f"{name} is {length}, but the mask has {have}")
+  else:
+    if k_ranges is None:
+      raise ValueError("k_ranges must be given with q_ranges")
+    k_len = q_len if k_len is None else k_len
+    mask = AttentionMask.from_ranges(q_ranges, k_ranges, attn_type_map, q_len=q_len, k_len=k_len)
+    if q_len is None and k_len is None and mask.q_len != mask.k_len:
+      length = max(mask.q_len, mask.k_len)
+      mask = AttentionMask(mask.slices, length, length)
+  slices = concrete(mask.slices)
+  if slices is None:
+    raise ValueError(
+      "a key is planned on the host, from a concrete mask; got a traced one: make the key outside "
+      "of jit and pass it in"
+    )
+  if slices.ndim != 2:
+    raise ValueError(f"the mask must have slices [num_slices, 6], got {list(slices.shape)}")
+  return AttentionMask(slices, mask.q_len, mask.k_len)
+
+
+def _check_positive(name: str, value: Any) -> int:
+  value = check_length(name, value)
+  if value == 0:
+    raise ValueError(f"{name} must be positive, got 0")
+  return value
+
+
+def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
+  """The given size, if each rank gets a chunk, or one that fits."""
+  _check_positive(name, length)
+  if size is not None:
+    size = _check_positive("chunk_size", size)
+    if length < size * cp_size:
+      raise ValueError(
+        f"{name} must be at least a chunk for each rank, {cp_size} x {size} tokens, got {length}; "
+        "take a smaller chunk_size"
+      )
+    return size
+  local = math.ceil(length / cp_size)
+  wanted = max(local // _CHUNKS_OF_RANK, min(_SMALLEST_CHUNK, local // 4), 1)
+  return 1 << (wanted.bit_length() - 1)
+
+
+def _make_dispatch(mask, cp_size, chunk_size, dispatch, keys) -> Dispatch:
+  """Queries over ranks; and keys too, if `keys` is None."""
+  length = mask.q_len
+  if not isinstance(dispatch, str):
+    ranks = as_int32("dispatch", dispatch, ("num_chunks",))
+    if not isinstance(ranks, np.ndarray):
+      raise ValueError("dispatch must be concrete, got a traced array")
+    return _explicit_dispatch(ranks, length, cp_size, chunk_size)
+  check_choice("dispatch", dispatch, ("area", "zigzag", "contiguous"))
+  if dispatch == "area":
+    size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
+    slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
+    ranks = assign_by_area(slices, length, size, cp_size, keys)
+    return Dispatch(length, size, cp_size, ranks)
+  blocks = 2 if dispatch == "zigzag" else 1
+  if chunk_size is None:
+    _check_positive("total_seqlen", length)
+    size = math.ceil(length / (blocks * cp_size))
+  else:
+    size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
+  count = num_chunks(length, size, cp_size, blocks)
+  assign = assignment.zigzag if dispatch == "zigzag" else assignment.contiguous
+  return Dispatch(length, size, cp_size, assign(count, cp_size))
+
+
+def _explicit_dispatch(ranks: np.ndarray, length: int, cp_size: int, chunk_size: Any) -> Dispatch:
+  _check_positive("total_seqlen", length)
+  _check_positive("the number of chunks in dispatch", len(ranks))
+  size = math.ceil(length / len(ranks)) if chunk_size is None else chunk_size
+  size = _check_positive("chunk_size", size)
+  if len(ranks) * size < length:
+    raise ValueError(
+      f"dispatch has {len(ranks)} chunks of {size} tokens, too few for total_seqlen={length}"
+    )
+  counts = np.bincount(np.clip(ranks, -1, cp_size) + 1, minlength=cp_size + 2)
+  if counts[0] or counts[-1] or (counts[1:-1] != counts[1]).any():
+    raise ValueError(
+      f"dispatch must give each of {cp_size} ranks equally many chunks, got {ranks.tolist()}"
+    )
+  return Dispatch(length, size, cp_size, ranks)
+
+
+def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dispatch:
+  """The dispatch that a whole, concrete key has."""
+  value = concrete(chunks)
+  if value is None or value.ndim != 2 or value.shape[0] != cp_size:
+    raise ValueError(f"key must be a concrete one of all {cp_size} ranks")
+  ranks = np.empty(value.size, np.int32)
+  ranks[value] = np.arange(cp_size, dtype=np.int32)[:, None]
+  return Dispatch(length, chunk_size, cp_size, ranks)
+
+
+def _plan_key(mask, queries, keys, overlap_degree, capacities, all_gather) -> DistAttnKey:
+  degree = check_length("overlap_degree", overlap_degree)
+  if all_gather is not None:
+    all_gather = check_flag("all_gather", all_gather)
+  if capacities is not None:
+    if not isinstance(capacities, Capacities):
+      raise ValueError(f"capacities must be Capacities, got {type(capacities).__name__}")
+    if all_gather not in (None, capacities.all_gather):
+      raise ValueError(f"all_gather is {all_gather}, but capacities say otherwise: {capacities}")
+    all_gather = capacities.all_gather
+  plan = make_plan(np.asarray(mask.slices), queries, keys, degree, all_gather=all_gather)
+  return make_key(plan, queries, keys, degree, capacities)

@@ -1,0 +1,44 @@
+"""Pictures of plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jax_magi._src.context_parallel.key import SEND_SIZES, DistAttnKey
+from jax_magi._src.context_parallel.stats import stats_of
+
+
+def plot_key(key: DistAttnKey, axes: Any = None) -> Any:
+  """Draws who owns what, the work of each rank, and what moves; returns the three axes."""
+  stats = stats_of(key)
+  import matplotlib.pyplot as plt
+
+  if axes is None:
+    axes = plt.figure(figsize=(12, 3.2), layout="constrained").subplots(1, 3)
+  owners, work, moves = axes
+  spec = key.spec
+  chunks = np.asarray(key.q_chunks)
+  ranks = np.arange(spec.cp_size)
+  colors = plt.get_cmap("tab20")(ranks % 20)
+  for rank in ranks:
+    spans = [(chunk * spec.q_chunk_size, spec.q_chunk_size) for chunk in chunks[rank].tolist()]
+    owners.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colors[rank])
+  owners.set(
+    xlabel="token", ylabel="rank", title="owners", xlim=(0, chunks.size * spec.q_chunk_size)
+  )
+  owners.invert_yaxis()
+
+  work.bar(ranks, stats.area, color=colors)
+  work.axhline(stats.area.mean(), color="black", lw=1)
+  work.set(xlabel="rank", ylabel="visible pairs", title=f"work: max / mean {stats.balance:.3f}")
+
+  rows = np.asarray(key.pairs)[:, :, SEND_SIZES].sum(axis=1)
+  if spec.capacities.all_gather:
+    rows = np.where(np.eye(spec.cp_size, dtype=bool), 0, spec.k_local)
+  image = moves.imshow(rows.T, cmap="Blues", vmin=0, vmax=spec.k_local)
+  moves.figure.colorbar(image, ax=moves, label="rows")
+  title = f"rows moved: {stats.share:.0%} of an all-gather"
+  moves.set(xlabel="sender", ylabel="receiver", title=title)
+  return axes

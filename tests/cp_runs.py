@@ -1,0 +1,66 @@
+"""Attention over the ranks of a mesh, from whole arrays to whole arrays, for tests."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_magi
+from tests.accuracy import Inputs
+
+FAST = {"xla_backend_optimization_level": 0}
+
+
+def make_mesh(axis_type=AxisType.Auto, **axes):
+  count = int(np.prod(list(axes.values())))
+  return jax.make_mesh(
+    tuple(axes.values()),
+    tuple(axes),
+    devices=jax.devices()[:count],
+    axis_types=(axis_type,) * len(axes),
+  )
+
+
+def _attend(mesh, options, q, k, v, sink, key):
+  def step(q, k, v, key, sink):
+    return jax_magi.calc_attn(q, k, v, key, sink=sink, return_max_logits=True, **dict(options))
+
+  return jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P("cp"), P("cp"), P("cp"), P("cp"), P()),
+    out_specs=(P("cp"), jax_magi.AttnForwardMeta(P("cp"), P())),
+  )(q, k, v, key, sink)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=FAST)
+def _forward_and_backward(mesh, options, operands, cotangents, key):
+  def fun(q, k, v, sink):
+    out, meta = _attend(mesh, options, q, k, v, sink, key)
+    return (out, meta.lse), meta.max_logits
+
+  (out, lse), vjp, max_logits = jax.vjp(fun, *operands, has_aux=True)
+  return out, lse, max_logits, vjp(cotangents)
+
+
+def run(inputs: Inputs, key, mesh, **options):
+  """Results and gradients by name, in the order of the sequence."""
+  roles = {"q": "q", "k": "k", "v": "k"}
+  operands = [jax_magi.dispatch(getattr(inputs, x), key, role=role) for x, role in roles.items()]
+  cotangents = tuple(jax_magi.dispatch(x, key) for x in inputs.cotangents)
+  fixed = tuple(sorted(options.items()))
+  out, lse, max_logits, grads = _forward_and_backward(
+    mesh, fixed, (*operands, inputs.sink), cotangents, key
+  )
+  results = {
+    "out": jax_magi.undispatch(np.asarray(out), key),
+    "lse": jax_magi.undispatch(np.asarray(lse), key),
+    "max_logits": max_logits,
+  }
+  for (name, role), grad in zip(roles.items(), grads, strict=False):
+    results[f"d{name}"] = jax_magi.undispatch(np.asarray(grad), key, role=role)
+  if inputs.sink is not None:
+    results["dsink"] = grads[3]
+  return results

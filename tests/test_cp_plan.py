@@ -1,0 +1,250 @@
+"""Plans of context parallelism: every pair once, only needed rows, even work."""
+
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import jax_magi
+from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
+from tests.cases import CASES
+from tests.plan_checks import execute
+
+DISPATCHES = ("area", "zigzag", "contiguous")
+
+
+def _check(key, mask):
+  done = execute(key)
+  np.testing.assert_array_equal(done.counts, mask.to_dense().astype(np.int32))
+  for received, owned, shown in zip(done.received, done.owned, done.shown, strict=True):
+    assert len(np.unique(received)) == len(received), "a row came twice"
+    assert not np.isin(received, owned).any(), "a row came that the rank has"
+    assert np.isin(received, shown).all(), "a row came that is not needed"
+  return done
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_named_masks(case):
+  number = 0
+  for cp_size in (1, 2, 3, 4, 8):
+    for overlap_degree in (0, 1, 2, 4):
+      number += 1
+      dispatch = DISPATCHES[number % 3]
+      key = magi_attn_flex_key(
+        case.mask, cp_size=cp_size, overlap_degree=overlap_degree, dispatch=dispatch
+      )
+      _check(key, case.mask)
+
+
+@st.composite
+def document_masks(draw):
+  lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=12))
+  types = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+  ends = np.cumsum(lengths)
+  ranges = np.stack([ends - lengths, ends], axis=1)
+  length = int(ends[-1]) + draw(st.integers(0, 20))
+  return AttentionMask.from_ranges(ranges, ranges, types, q_len=length, k_len=length)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+  mask=document_masks(),
+  cp_size=st.integers(1, 9),
+  overlap_degree=st.integers(0, 4),
+  dispatch=st.sampled_from(DISPATCHES),
+  all_gather=st.sampled_from([False, None, True]),
+)
+def test_documents(mask, cp_size, overlap_degree, dispatch, all_gather):
+  key = magi_attn_flex_key(
+    mask,
+    cp_size=cp_size,
+    overlap_degree=overlap_degree,
+    dispatch=dispatch,
+    all_gather=all_gather,
+  )
+  _check(key, mask)
+  stats = key.stats()
+  assert stats.area.sum() == mask.area()
+  assert (stats.rows_received <= stats.all_gather_rows).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_assignment(data):
+  """Whoever gets which chunk, for masks with several key ranges a row, and of other keys."""
+  cp_size = data.draw(st.integers(1, 5))
+  chunks = data.draw(st.integers(1, 4))
+  ranks = data.draw(st.permutations(list(range(cp_size)) * chunks))
+  case = data.draw(st.sampled_from(CASES))
+  degree = data.draw(st.integers(0, 3))
+  key = magi_attn_flex_key(case.mask, cp_size=cp_size, dispatch=ranks, overlap_degree=degree)
+  _check(key, case.mask)
+  again = jax_magi.key_for_new_mask(key, case.mask)
+  for name in ("q_chunks", "k_chunks", "slices", "send_runs", "take_runs", "pairs"):
+    np.testing.assert_array_equal(getattr(again, name), getattr(key, name))
+
+
+def test_one_causal_document_is_even():
+  for cp_size in (2, 3, 8, 16, 64):
+    length = cp_size * 32 * 64
+    key = magi_attn_flex_key(AttentionMask.causal(length), cp_size=cp_size, chunk_size=64)
+    stats = key.stats()
+    assert stats.balance <= 1.01, cp_size
+    assert stats.busiest_share <= 1.0
+
+
+def random_documents(total, seed, median=3000, largest=0.25):
+  """Cumulative lengths: log-normal, at most a part of the total."""
+  rng = np.random.default_rng(seed)
+  ends = [0]
+  while ends[-1] < total:
+    length = int(np.clip(rng.lognormal(np.log(median), 1.3), 64, largest * total))
+    ends.append(min(ends[-1] + length, total))
+  return ends
+
+
+@pytest.mark.parametrize("cp_size", [8, 32, 64])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_documents_are_even_and_move_little(cp_size, causal):
+  shares, busiest = [], []
+  for seed in range(4):
+    documents = random_documents(cp_size * 8192, seed)
+    stats = magi_attn_varlen_key(documents, causal=causal, cp_size=cp_size).stats()
+    assert stats.balance <= 1.05
+    shares.append(stats.share)
+    busiest.append(stats.busiest_share)
+  if cp_size >= 32:
+    assert np.mean(shares) <= 1 / 3
+    assert max(busiest) <= 0.6
+
+
+def test_slices_stay_few():
+  stats = magi_attn_flex_key(AttentionMask.causal(64 * 8192), cp_size=64, overlap_degree=2).stats()
+  assert stats.num_slices.max() <= 4 * 32
+  documents = random_documents(64 * 8192, 0)
+  key = magi_attn_varlen_key(documents, causal=True, cp_size=64, overlap_degree=2)
+  starts = np.searchsorted(documents, np.arange(0, 64 * 8192, key.spec.q_chunk_size), side="right")
+  chunks = np.asarray(key.q_chunks)
+  for rank in range(64):
+    ends = np.searchsorted(documents, (chunks[rank] + 1) * key.spec.q_chunk_size, side="left")
+    touched = (ends - starts[chunks[rank]] + 1).sum()
+    assert key.stats().num_slices[rank].max() <= 4 * touched
+
+
+def test_a_million_tokens_take_half_a_second():
+  documents = random_documents(1 << 20, 0, median=280)
+  assert len(documents) > 1500
+  best = np.inf
+  for _ in range(3):
+    start = time.process_time()
+    key = magi_attn_varlen_key(documents, causal=True, cp_size=64)
+    best = min(best, time.process_time() - start)
+  assert key.stats().balance < 1.05
+  assert best < 0.5
+
+
+def test_plans_are_the_same_every_time():
+  documents = random_documents(1 << 16, 3)
+  first, second = (magi_attn_varlen_key(documents, causal=True, cp_size=8) for _ in range(2))
+  assert first.spec == second.spec
+  for name in ("q_chunks", "slices", "send_runs", "take_runs", "pairs"):
+    np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+
+
+def test_masks_of_a_loader_fall_into_few_buckets():
+  specs = set()
+  for seed in range(20):
+    documents = random_documents(8 * 4096, seed, median=1000)
+    specs.add(magi_attn_varlen_key(documents, causal=True, cp_size=8).spec)
+  assert len(specs) <= 6
+
+
+def test_everyone_needs_everything():
+  key = magi_attn_flex_key(AttentionMask.full(4096), cp_size=8)
+  assert key.stats().exchange == "all_gather"
+  assert key.stats().busiest_share == 1.0
+  key = magi_attn_flex_key(AttentionMask.sliding_window(4096, left=100), cp_size=8)
+  assert key.stats().exchange == "needed"
+  assert key.stats().share < 0.1
+
+
+def test_capacities_pin_a_bucket():
+  small = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4, all_gather=False)
+  large = magi_attn_varlen_key(
+    list(range(0, 1025, 8)), causal=True, cp_size=4, dispatch="zigzag", all_gather=False
+  )
+  both = small.capacities | large.capacities
+  pinned = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4, capacities=both)
+  assert pinned.capacities == both
+  _check(pinned, AttentionMask.from_cu_seqlens([0, 500, 1024], causal=True))
+  with pytest.raises(ValueError, match=r"capacities.slices must be at least \d+"):
+    magi_attn_varlen_key(
+      list(range(0, 1025, 8)), causal=True, cp_size=4, capacities=small.capacities
+    )
+
+
+def test_zigzag_and_contiguous_orders():
+  mask = AttentionMask.causal(64)
+  zigzag = magi_attn_flex_key(mask, cp_size=4, dispatch="zigzag")
+  np.testing.assert_array_equal(zigzag.q_chunks, [[0, 7], [1, 6], [2, 5], [3, 4]])
+  tokens = np.arange(64)
+  contiguous = magi_attn_flex_key(mask, cp_size=4, dispatch="contiguous")
+  np.testing.assert_array_equal(jax_magi.dispatch(tokens, contiguous), tokens)
+  small = magi_attn_flex_key(mask, cp_size=4, dispatch="zigzag", chunk_size=4)
+  order = jax_magi.get_position_ids(zigzag)
+  np.testing.assert_array_equal(jax_magi.get_position_ids(small), order)
+
+
+@pytest.mark.parametrize("length", [64, 61, 1, 7])
+def test_dispatch_and_back(length):
+  key = magi_attn_flex_key(AttentionMask.causal(length), cp_size=4)
+  x = np.random.default_rng(0).standard_normal((length, 3))
+  ranks = jax_magi.dispatch(x, key)
+  assert isinstance(ranks, np.ndarray)
+  positions = jax_magi.get_position_ids(key)
+  np.testing.assert_array_equal(ranks[positions < length], x[positions[positions < length]])
+  assert not ranks[positions >= length].any()
+  np.testing.assert_array_equal(jax_magi.undispatch(ranks, key), x)
+
+
+BAD = {
+  "cp_size must be positive": {"cp_size": 0},
+  "chunk_size must be positive": {"chunk_size": 0},
+  "at least a chunk for each rank": {"chunk_size": 100},
+  "overlap_degree must lie in": {"overlap_degree": -1},
+  "dispatch must be one of": {"dispatch": "striped"},
+  "equally many chunks": {"dispatch": [0, 0, 0, 1]},
+  "total_seqlen is 70": {"total_seqlen": 70},
+  "capacities must be Capacities": {"capacities": 3},
+  "all_gather must be True or False": {"all_gather": 1},
+  "k_ranges and attn_type_map go with": {"k_ranges": [[0, 64]]},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments(message):
+  arguments = {"q_ranges": AttentionMask.causal(64), "cp_size": 2, **BAD[message]}
+  with pytest.raises(ValueError, match=message):
+    magi_attn_flex_key(**arguments)
+
+
+def test_more_bad_arguments():
+  with pytest.raises(ValueError, match="slices 0 and 1 overlap"):
+    magi_attn_flex_key([[0, 8], [4, 12]], [[0, 8], [4, 12]], total_seqlen=16, cp_size=2)
+  with pytest.raises(ValueError, match="the same tokens unless cross_attention"):
+    magi_attn_flex_key(AttentionMask.full(8, 16), cp_size=2, cross_attention=False)
+  key = magi_attn_flex_key(AttentionMask.causal(64), cp_size=2)
+  with pytest.raises(ValueError, match="but the new mask has 65"):
+    jax_magi.key_for_new_mask(key, AttentionMask.causal(65))
+  with pytest.raises(ValueError, match="64 tokens of the key's mask"):
+    jax_magi.dispatch(np.zeros(63), key)
+  with pytest.raises(ValueError, match="rows of all ranks"):
+    jax_magi.undispatch(np.zeros(63), key)
+
+
+def test_a_picture():
+  pytest.importorskip("matplotlib")
+  key = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4)
+  assert len(key.plot()) == 3
