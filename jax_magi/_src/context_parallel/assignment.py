@@ -6,23 +6,42 @@ the same answer on its own.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 
 import numpy as np
 
-# Work (pairs of a query and a key) that takes as long as moving a row of keys and values: 16 KB at
-# 450 GB/s and 86 kFLOP a pair at 550 TFLOP/s, forward and backward, for 48 query heads over 8 kv
-# heads of 128.
-PAIRS_PER_ROW = 233
-
 # How far above the mean a rank's work may be, if that saves rows.
-_TOLERANCE = 0.008
+_TOLERANCE = 0.04
 # A pair of work beyond that counts as so many.
 _PENALTY = 100.0
-# Ranks, from the cheapest, that the most expensive one tries to exchange chunks with.
-_NUM_PARTNERS = 4
+# The part of the shorter one of computing and moving that does not run beside the longer one.
+_EXPOSED = 0.3
+# Ranks, from the most expensive, that try to exchange chunks, and from the cheapest, with whom.
+_NUM_WORST, _NUM_PARTNERS = 2, 3
+# Of candidates up to so much more expensive than the best, the one with the most even work wins.
+_ENOUGH = 1.1
 # Chunks that move together in the search before the last.
 _GROUP = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+  """What moving a row of keys and values costs, in pairs of a query and a key computed meanwhile.
+
+  The defaults are 16 KB a row (keys and values twice, gradients once, in 32 bit, for 8 kv heads of
+  128) at 450 GB/s between the GPUs of a node and 50 GB/s between nodes, and 86 kFLOP a pair (48
+  query heads, forward and backward) at 550 TFLOP/s.
+
+  Attributes:
+    ranks_per_node: neighbouring ranks that share a node.
+    near_row: of a row from the same node.
+    far_row: of a row from another one.
+  """
+
+  ranks_per_node: int = 8
+  near_row: float = 233.0
+  far_row: float = 2100.0
 
 
 def contiguous(num_chunks: int, cp_size: int) -> np.ndarray:
@@ -37,7 +56,12 @@ def zigzag(num_chunks: int, cp_size: int) -> np.ndarray:
 
 
 def by_work(
-  work: np.ndarray, needs: np.ndarray, cp_size: int, rows: int, key_ranks: np.ndarray | None = None
+  work: np.ndarray,
+  needs: np.ndarray,
+  cp_size: int,
+  rows: int,
+  links: Links,
+  key_ranks: np.ndarray | None = None,
 ) -> np.ndarray:
   """int32 `[num_chunks]`: the rank of each chunk; all ranks have equally many.
 
@@ -46,16 +70,22 @@ def by_work(
     needs: bool `[num_chunks, num_key_chunks]`, the keys that a chunk of queries sees.
     cp_size: number of ranks; divides the number of chunks.
     rows: rows of a chunk of keys.
+    links: what rows cost.
     key_ranks: where each chunk of keys is; None if it goes where the queries of its number go.
   """
   if cp_size == 1:
     return contiguous(len(work), 1)
-  search = _Search(work, needs, cp_size, rows * PAIRS_PER_ROW, key_ranks)
-  near = search.improve(_near(work, needs, cp_size, rows, key_ranks))
-  return min((near, _largest_first(work, cp_size)), key=search.cost)
+  search = _Search(work, needs, cp_size, rows, links, key_ranks)
+  candidates = [search.improved(_near(work, needs, cp_size, rows, links, key_ranks))]
+  candidates.append(_State(search, _largest_first(work, cp_size)))
+  if len(work) % (2 * cp_size) == 0:
+    candidates.append(_State(search, zigzag(len(work), cp_size)))
+  enough = _ENOUGH * min(state.cost() for state in candidates)
+  good = [state for state in candidates if state.cost() <= enough]
+  return min(good, key=lambda state: (state.imbalance(), state.costs.mean())).ranks
 
 
-def _near(work, needs, cp_size, rows, key_ranks) -> np.ndarray:
+def _near(work, needs, cp_size, rows, links, key_ranks) -> np.ndarray:
   """Neighbours stay together, as far as a search among groups of chunks, not single ones, finds."""
   num_chunks = len(work)
   if num_chunks % (_GROUP * cp_size) or num_chunks <= _GROUP * cp_size:
@@ -65,8 +95,9 @@ def _near(work, needs, cp_size, rows, key_ranks) -> np.ndarray:
   if key_ranks is None:
     needs = needs.reshape(len(work), -1, _GROUP).any(axis=2)
     rows = rows * _GROUP
-  search = _Search(work, needs, cp_size, rows * PAIRS_PER_ROW, key_ranks)
-  return np.repeat(search.improve(_near(work, needs, cp_size, rows, key_ranks)), _GROUP)
+  search = _Search(work, needs, cp_size, rows, links, key_ranks)
+  near = search.improved(_near(work, needs, cp_size, rows, links, key_ranks))
+  return np.repeat(near.ranks, _GROUP)
 
 
 def _largest_first(work: np.ndarray, cp_size: int) -> np.ndarray:
@@ -85,81 +116,131 @@ def _largest_first(work: np.ndarray, cp_size: int) -> np.ndarray:
 class _Search:
   """Candidates for one mask, and what each costs."""
 
-  def __init__(self, work, needs, cp_size, chunk_cost, key_ranks):
+  def __init__(self, work, needs, cp_size, rows, links, key_ranks):
     self.work = work.astype(np.float64)
     self.needs = needs
     self.cp_size = cp_size
-    self.chunk_cost = float(chunk_cost)
     self.key_ranks = key_ranks
     self.limit = self.work.sum() / cp_size * (1.0 + _TOLERANCE)
+    node = np.arange(cp_size) // links.ranks_per_node
+    # [sender, receiver], of a chunk.
+    self.price = np.where(node[:, None] == node, links.near_row, links.far_row) * float(rows)
+    np.fill_diagonal(self.price, 0.0)
+    self.price = self.price.astype(np.float32)
 
-  def cost(self, ranks: np.ndarray) -> float:
-    """That of the most expensive rank, and a share of the mean."""
-    costs = np.array([self._cost_of(ranks, rank) for rank in range(self.cp_size)])
-    return float(costs.max() + costs.mean())
+  def total(self, load, moved):
+    """What a rank costs, from its work and what it sends or receives."""
+    longer, shorter = np.maximum(load, moved), np.minimum(load, moved)
+    return longer + _EXPOSED * shorter + _PENALTY * np.maximum(load - self.limit, 0.0)
 
-  def _cost_of(self, ranks: np.ndarray, rank: int) -> float:
-    mine = ranks == rank
-    owned = mine if self.key_ranks is None else self.key_ranks == rank
-    received = np.count_nonzero(self.needs[mine].any(axis=0) & ~owned)
-    return float(self._total(self.work[mine].sum(), received))
-
-  def _total(self, load, received):
-    return load + self.chunk_cost * received + _PENALTY * np.maximum(load - self.limit, 0.0)
-
-  def improve(self, ranks: np.ndarray) -> np.ndarray:
-    """Exchanges chunks of the most expensive rank until none makes it cheaper."""
-    ranks = ranks.copy()
-    costs = np.array([self._cost_of(ranks, rank) for rank in range(self.cp_size)])
+  def improved(self, ranks: np.ndarray) -> _State:
+    """Exchanges chunks of the most expensive ranks until none makes one cheaper."""
+    state = _State(self, ranks)
     for _ in range(8 * self.cp_size):
-      order = np.argsort(costs, kind="stable")
-      worst = int(order[-1])
-      if not any(
-        self._exchange(ranks, costs, worst, int(partner))
-        for partner in order[:_NUM_PARTNERS]
-        if partner != worst
-      ):
+      order = np.argsort(state.costs, kind="stable").tolist()
+      worst = [int(state.load.argmax()), *order[: -_NUM_WORST - 1 : -1]]
+      pairs = ((a, b) for a in dict.fromkeys(worst) for b in order[:_NUM_PARTNERS] if a != b)
+      if not any(state.exchange(a, b) for a, b in pairs):
         break
-    return ranks
+    return state
 
-  def _exchange(self, ranks, costs, a: int, b: int) -> bool:
+
+class _State:
+  """A candidate under way."""
+
+  def __init__(self, search: _Search, ranks: np.ndarray):
+    self.search = search
+    self.ranks = ranks.copy()
+    order = np.argsort(ranks, kind="stable")
+    by_rank = search.needs[order].view(np.uint8).reshape(search.cp_size, -1, search.needs.shape[1])
+    # How many of a rank's chunks need a chunk of keys.
+    self.counts = by_rank.sum(axis=1, dtype=np.int16)
+    # What it costs each rank to get each chunk of keys that it needs.
+    self.moves = np.where(self.counts > 0, search.price[self.owners].T, np.float32(0))
+    self._update_costs()
+
+  def cost(self) -> float:
+    """That of the most expensive rank, and a share of the mean."""
+    return float(self.costs.max() + 0.1 * self.costs.mean())
+
+  def imbalance(self) -> int:
+    """How far the largest work is above the mean, in steps of half a percent."""
+    return int(200.0 * (self.load.max() / max(self.load.mean(), 1.0) - 1.0))
+
+  @property
+  def owners(self) -> np.ndarray:
+    """The rank of each chunk of keys."""
+    return self.ranks if self.search.key_ranks is None else self.search.key_ranks
+
+  def _update_costs(self) -> None:
+    search = self.search
+    self.received = self.moves.sum(axis=1).astype(np.float64)
+    # What it costs the owner of each chunk to send it to all who need it.
+    self.sending = self.moves.sum(axis=0).astype(np.float64)
+    self.sent = np.bincount(self.owners, self.sending, search.cp_size)
+    self.load = np.bincount(self.ranks, search.work, search.cp_size)
+    self.costs = search.total(self.load, np.maximum(self.received, self.sent))
+
+  def exchange(self, a: int, b: int) -> bool:
     """Exchanges the two chunks of ranks a and b that gain most; False if none gains."""
-    ours, theirs = (np.flatnonzero(ranks == rank) for rank in (a, b))
-    after_a = self._after(ours, theirs, a)
-    after_b = self._after(theirs, ours, b).T
-    # The larger of the two decides; then what both cost together.
-    after = np.maximum(after_a, after_b) + 1e-3 * (after_a + after_b)
-    before = max(costs[a], costs[b]) + 1e-3 * (costs[a] + costs[b])
-    i, j = np.unravel_index(int(np.argmin(after)), after.shape)
-    if after[i, j] >= before * (1.0 - 1e-4):
+    ours, theirs = (np.flatnonzero(self.ranks == rank) for rank in (a, b))
+    after_a, after_b = self._after(ours, theirs, a, b), self._after(theirs, ours, b, a).T
+    i, j = np.unravel_index(int(np.argmin(_of_both(after_a, after_b))), after_a.shape)
+    before = _of_both(self.costs[a], self.costs[b]) * (1.0 - 1e-3)
+    if _of_both(after_a, after_b)[i, j] >= before:
       return False
-    ranks[ours[i]], ranks[theirs[j]] = b, a
-    costs[a], costs[b] = after_a[i, j], after_b[i, j]
+    self._swap(ours[i], theirs[j])
+    # What the others need was taken for unchanged.
+    if _of_both(self.costs[a], self.costs[b]) >= before:
+      self._swap(ours[i], theirs[j])
+      return False
     return True
 
-  def _after(self, ours: np.ndarray, theirs: np.ndarray, rank: int) -> np.ndarray:
-    """`[ours, theirs]`: what a rank costs that gives one of ours for one of theirs."""
-    load = self.work[ours].sum() - self.work[ours][:, None] + self.work[theirs][None, :]
-    owned = np.zeros(self.needs.shape[1], bool)
-    owned[ours if self.key_ranks is None else self.key_ranks == rank] = True
-    both = self.needs[np.concatenate([ours, theirs])]
-    # Neighbouring keys that the same chunks need are counted together.
-    is_new = (both[:, 1:] != both[:, :-1]).any(axis=0) | (owned[1:] != owned[:-1])
-    begins = np.flatnonzero(np.append(True, is_new))
-    remote = np.where(owned[begins], 0, np.diff(begins, append=len(owned))).astype(np.float32)
-    mine, new = both[: len(ours), begins], both[len(ours) :, begins]
-    is_last = mine.sum(axis=0)[None] - mine == 0  # Not needed without this one of ours.
-    received = (~is_last @ remote)[:, None] + (is_last * remote) @ new.T.astype(np.float32)
-    if self.key_ranks is None:
-      # The keys of the chunk that went are remote now, those of the one that came are here.
-      received += self._needed(ours, theirs, ours)
-      received -= self._needed(ours, theirs, theirs)
-    return self._total(load, received)
+  def _swap(self, i: int, j: int) -> None:
+    a, b = self.ranks[i], self.ranks[j]
+    change = self.search.needs[j].astype(np.int16) - self.search.needs[i]
+    self.counts[a] += change
+    self.counts[b] -= change
+    self.ranks[i], self.ranks[j] = b, a
+    price, owners = self.search.price, self.owners
+    for rank in (a, b):
+      self.moves[rank] = np.where(self.counts[rank] > 0, price[owners, rank], 0.0)
+    if self.search.key_ranks is None:
+      for chunk in (i, j):
+        self.moves[:, chunk] = np.where(self.counts[:, chunk] > 0, price[owners[chunk]], 0.0)
+    self._update_costs()
 
-  def _needed(self, ours, theirs, chunks) -> np.ndarray:
-    """`[ours, theirs]`: whether, after the exchange, the keys of the one in `chunks` are needed."""
-    mine, new = self.needs[ours][:, chunks], self.needs[theirs][:, chunks]
-    is_kept = mine.sum(axis=0)[None] - mine > 0
+  def _after(self, ours: np.ndarray, theirs: np.ndarray, a: int, b: int) -> np.ndarray:
+    """`[ours, theirs]`: what rank a costs if it gives one of ours for one of theirs."""
+    search = self.search
+    load = self.load[a] - search.work[ours][:, None] + search.work[theirs][None, :]
+    price = search.price[self.owners, a]
+    both = search.needs[np.concatenate([ours, theirs])]
+    # Neighbouring keys that the same chunks need are counted together.
+    is_new = (both[:, 1:] != both[:, :-1]).any(axis=0)
+    begins = np.flatnonzero(np.append(True, is_new))
+    price = np.add.reduceat(price, begins)
+    mine, new = both[: len(ours), begins], both[len(ours) :, begins]
+    is_last = self.counts[a][begins][None] - mine == 0  # Not needed without this one of ours.
+    received = (~is_last @ price)[:, None] + (is_last * price) @ new.T.astype(np.float32)
+    sent = np.broadcast_to(self.sent[a], received.shape)
+    if search.key_ranks is None:
+      # The keys of the chunk that went are at b now, those of the one that came are here.
+      received += search.price[b, a] * self._needed(ours, theirs, ours, a)
+      received -= search.price[b, a] * self._needed(ours, theirs, theirs, a)
+      # About what the other owner paid, as if the two had no part in it.
+      sent = sent - self.sending[ours][:, None] + self.sending[theirs][None, :]
+    return search.total(load, np.maximum(received, sent))
+
+  def _needed(self, ours, theirs, chunks, a: int) -> np.ndarray:
+    """`[ours, theirs]`: whether, after the exchange, a needs the keys of the one in `chunks`."""
+    mine, new = (self.search.needs[np.ix_(side, chunks)] for side in (ours, theirs))
+    is_kept = self.counts[a][chunks][None] - mine > 0
     if chunks is ours:
       return np.diagonal(is_kept)[:, None] | new.T
     return is_kept | np.diagonal(new)[None]
+
+
+def _of_both(a, b):
+  """The larger cost decides; then what both cost together."""
+  return np.maximum(a, b) + 1e-3 * (a + b)

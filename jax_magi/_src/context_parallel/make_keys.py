@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
+from jax_magi._src.context_parallel.assignment import Links
 from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, make_key
 from jax_magi._src.context_parallel.plan import Dispatch, assign_by_area, make_plan, num_chunks
 from jax_magi._src.masks.mask import AttentionMask
@@ -34,6 +35,7 @@ def magi_attn_flex_key(
   cross_attention: bool | None = None,
   capacities: Capacities | None = None,
   all_gather: bool | None = None,
+  links: Links | None = None,
 ) -> DistAttnKey:
   """Plans attention over a mask on `cp_size` ranks. Numpy on the host; equal on every process.
 
@@ -57,6 +59,7 @@ def magi_attn_flex_key(
     capacities: those of another key, to share its compiled step; None is round numbers above what
       is needed.
     all_gather: whether all rows move to all ranks, by all-gather; None decides by their number.
+    links: what moving a row costs, for `dispatch="area"`; None is eight ranks to a node.
 
   Returns:
     A `DistAttnKey`.
@@ -77,7 +80,7 @@ def magi_attn_flex_key(
     size = _chunk_size("total_seqlen_k", None, mask.k_len, cp_size)
     count = num_chunks(mask.k_len, size, cp_size)
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
-  queries = _make_dispatch(mask, cp_size, chunk_size, dispatch, keys)
+  queries = _make_dispatch(mask, cp_size, chunk_size, dispatch, keys, links or Links())
   return _plan_key(mask, queries, keys or queries, overlap_degree, capacities, all_gather)
 
 
@@ -131,7 +134,8 @@ def key_for_new_mask(
   if not isinstance(key, DistAttnKey):
     raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
   spec = key.spec
-  mask = _as_mask(q_ranges, k_ranges, attn_type_map, spec.q_len, spec.k_len)
+  lengths = (None, None) if isinstance(q_ranges, AttentionMask) else (spec.q_len, spec.k_len)
+  mask = _as_mask(q_ranges, k_ranges, attn_type_map, *lengths)
   if (mask.q_len, mask.k_len) != (spec.q_len, spec.k_len):
     raise ValueError(
       f"the key is for {spec.q_len} queries and {spec.k_len} keys, "
@@ -199,7 +203,7 @@ def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
   return 1 << (wanted.bit_length() - 1)
 
 
-def _make_dispatch(mask, cp_size, chunk_size, dispatch, keys) -> Dispatch:
+def _make_dispatch(mask, cp_size, chunk_size, dispatch, keys, links) -> Dispatch:
   """Queries over ranks; and keys too, if `keys` is None."""
   length = mask.q_len
   if not isinstance(dispatch, str):
@@ -211,7 +215,7 @@ def _make_dispatch(mask, cp_size, chunk_size, dispatch, keys) -> Dispatch:
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
     slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
-    ranks = assign_by_area(slices, length, size, cp_size, keys)
+    ranks = assign_by_area(slices, length, size, cp_size, keys, links)
     return Dispatch(length, size, cp_size, ranks)
   blocks = 2 if dispatch == "zigzag" else 1
   if chunk_size is None:

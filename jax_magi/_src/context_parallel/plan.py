@@ -26,6 +26,8 @@ from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
 # A row that is in no buffer. As an index it is out of every array's bounds.
 NOWHERE = 1 << 29
 
+# Transfers take chunks in turns where that leaves so much of what the busiest ranks move.
+_IN_TURNS = 0.9
 # All-gather moves all rows at full speed without an index; from this share of them on, it is used.
 _NEARLY_ALL = 0.9
 
@@ -71,7 +73,12 @@ def num_chunks(length: int, chunk_size: int, cp_size: int, multiple: int = 1) ->
 
 
 def assign_by_area(
-  slices: np.ndarray, q_len: int, chunk_size: int, cp_size: int, keys: Dispatch | None
+  slices: np.ndarray,
+  q_len: int,
+  chunk_size: int,
+  cp_size: int,
+  keys: Dispatch | None,
+  links: assignment.Links,
 ) -> np.ndarray:
   """int32: the rank of each chunk of queries, and of the keys of the same number if keys is None.
 
@@ -81,6 +88,7 @@ def assign_by_area(
     chunk_size: of queries.
     cp_size: number of ranks.
     keys: where keys are, if they are dispatched on their own.
+    links: what moving a row costs.
   """
   count = num_chunks(q_len, chunk_size, cp_size)
   key_size = chunk_size if keys is None else keys.chunk_size
@@ -93,7 +101,7 @@ def assign_by_area(
   np.add.at(edges, (chunk, (end - 1) // key_size + 1), -1)
   needs = np.cumsum(edges, axis=1, dtype=np.int32)[:, :-1] > 0
   key_ranks = None if keys is None else keys.ranks
-  return assignment.by_work(work, needs, cp_size, key_size, key_ranks)
+  return assignment.by_work(work, needs, cp_size, key_size, links, key_ranks)
 
 
 def _pieces(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -238,13 +246,27 @@ def _with_transfers(rows: _Rows, keys: Dispatch, num_transfers: int, all_gather:
     rows = rows[index]
     begin = rows.begin + local - rows.local
     rows = dataclasses.replace(rows, begin=begin, local=local, size=end - local)
-  else:  # As many rows in each, in order.
+  elif num_transfers == 1:
+    transfer = np.zeros_like(rows.begin)
+  else:
     size = np.where(rows.owner == rows.rank, 0, rows.size)
+    # In order, as many rows in each; or in turns, so that every rank sends some of each.
     before = starts_within(rows.rank, size)
     total = np.bincount(rows.rank, size, keys.cp_size)[rows.rank]
-    transfer = before * num_transfers // np.maximum(total, 1)
-    transfer = np.minimum(transfer, num_transfers - 1).astype(np.int64)
+    in_order = np.minimum(before * num_transfers // np.maximum(total, 1), num_transfers - 1)
+    in_turns = rows.local // keys.chunk_size % num_transfers
+    costs = [_busiest(rows, size, t.astype(np.int64), keys.cp_size) for t in (in_order, in_turns)]
+    # Slices are fewer in order.
+    transfer = (in_turns if costs[1] < _IN_TURNS * costs[0] else in_order).astype(np.int64)
   return dataclasses.replace(rows, transfer=transfer)
+
+
+def _busiest(rows: _Rows, size: np.ndarray, transfer: np.ndarray, cp_size: int) -> int:
+  """Rows of the rank that moves most, in or out, of each transfer: their sum."""
+  count = cp_size * (int(transfer.max(initial=0)) + 1)
+  received = np.bincount(transfer * cp_size + rows.rank, size, count)
+  sent = np.bincount(transfer * cp_size + rows.owner, size, count)
+  return int(np.maximum(received, sent).reshape(-1, cp_size).max(axis=1).sum())
 
 
 def part_length(local_length: int, num_transfers: int) -> int:
