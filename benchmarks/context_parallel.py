@@ -27,7 +27,8 @@ from jax_magi import AttentionMask
 LOCAL = 8192
 CP_SIZES = (8, 16, 32, 64, 128)
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 48, 8, 128
-DEGREE = 4
+# Transfers of a pass; of these, the study takes what is predicted to end first.
+DEGREES = (1, 2, 4)
 
 # Bytes of a row of keys and values in 16 bit; gradients travel in 32.
 ROW_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2
@@ -72,9 +73,9 @@ MASKS: dict[str, Callable[[int], AttentionMask]] = {
 }
 
 
-def make_key(name: str, cp_size: int) -> jax_magi.DistAttnKey:
+def make_key(name: str, cp_size: int, degree: int) -> jax_magi.DistAttnKey:
   return jax_magi.magi_attn_flex_key(
-    MASKS[name](cp_size * LOCAL), cp_size=cp_size, overlap_degree=DEGREE
+    MASKS[name](cp_size * LOCAL), cp_size=cp_size, overlap_degree=degree
   )
 
 
@@ -144,26 +145,25 @@ def measure(cp_sizes: tuple[int, ...]) -> dict[str, Any]:
     alone[name] = {"area": mask.area(), "forward": forward, "backward": backward}
     print(f"{name:16s} one GPU, {length} tokens: {_rates(mask.area(), forward, backward)}")
     for cp_size in cp_sizes:
-      key = make_key(name, cp_size)
-      stats = key.stats()
-      ranks = []
-      for rank in _some_ranks(stats.area):
-        area = int(stats.area[rank])
-        stages = []
-        for stage in range(DEGREE + 1):
-          table = key.slices[rank, stage]
-          k_len = LOCAL if stage == 0 else key.capacities.rows
-          if not table.any():
-            stages.append((0.0, 0.0))
-            continue
-          stages.append(kernels.times(table, LOCAL, k_len))
-        ranks.append({"rank": int(rank), "area": area, "stages": stages})
-        total = np.sum(stages, axis=0)
-        print(f"{name:16s} cp {cp_size:3d} rank {rank:3d}: {_rates(area, *total)}", flush=True)
-      cells.append({"mask": name, "cp_size": cp_size, "ranks": ranks})
+      for degree in DEGREES:
+        key = make_key(name, cp_size, degree)
+        ranks = [_time_rank(kernels, key, rank) for rank in _some_ranks(key.stats().area)]
+        cells.append({"mask": name, "cp_size": cp_size, "degree": degree, "ranks": ranks})
+        slowest = max(ranks, key=lambda r: np.sum(r["stages"]))
+        rates = _rates(slowest["area"], *np.sum(slowest["stages"], axis=0))
+        print(f"{name:16s} cp {cp_size:3d} degree {degree}, slowest rank: {rates}", flush=True)
   import jax
 
   return {"device": str(jax.devices()[0]), "alone": alone, "cells": cells}
+
+
+def _time_rank(kernels: Kernels, key: jax_magi.DistAttnKey, rank: int) -> dict[str, Any]:
+  stages = []
+  for stage in range(key.slices.shape[1]):
+    table = key.slices[rank, stage]
+    k_len = LOCAL if stage == 0 else key.capacities.rows
+    stages.append(kernels.times(table, LOCAL, k_len) if table.any() else (0.0, 0.0))
+  return {"rank": int(rank), "area": int(key.stats().area[rank]), "stages": stages}
 
 
 def _some_ranks(area: np.ndarray) -> list[int]:
@@ -191,10 +191,12 @@ class Prediction:
 
   mask: str
   cp_size: int
+  degree: int
   balance: float
   share: float
   busiest_share: float
   megabytes: float
+  ideal: float
   compute: float
   exposed: float
   overlapped: float
@@ -205,40 +207,42 @@ class Prediction:
 
 
 def predict(data: dict[str, Any]) -> list[Prediction]:
-  predictions = []
+  """The best degree of each mask and size."""
+  cells: dict[tuple[str, int], list[Prediction]] = {}
   for cell in data["cells"]:
-    name, cp_size = cell["mask"], cell["cp_size"]
-    key = make_key(name, cp_size)
-    stats = key.stats()
-    alone = data["alone"][name]
-    # A rank that was not timed takes what its share of the work takes at the slowest timed rate.
-    slowest = max(cell["ranks"], key=lambda r: np.sum(r["stages"]) / r["area"])
-    stages = np.array(slowest["stages"]) * (stats.area.max() / slowest["area"])
-    cast = transfer_times(key)
-    forward = simulate_forward(stages[:, 0], cast)
-    backward = simulate_backward(stages[:, 1], cast)
-    compute = float(stages.sum())
-    serial = compute + float(4 * cast.sum())  # Keys twice, gradients in twice as many bytes.
-    ideal = (alone["forward"] + alone["backward"]) / alone["area"] * stats.area.mean()
-    flops = 4 * HEAD_DIM * NUM_Q_HEADS * stats.area.mean()
-    predictions.append(
-      Prediction(
-        mask=name,
-        cp_size=cp_size,
-        balance=stats.balance,
-        share=stats.share,
-        busiest_share=stats.busiest_share,
-        megabytes=float(stats.rows_received.max() * ROW_BYTES / 1e6),
-        compute=compute,
-        exposed=forward + backward - compute,
-        overlapped=forward + backward,
-        serial=serial,
-        efficiency=ideal / (forward + backward),
-        serial_efficiency=ideal / serial,
-        forward_rate=flops / forward / 1e12,
-      )
-    )
-  return predictions
+    key = make_key(cell["mask"], cell["cp_size"], cell["degree"])
+    prediction = _predict(cell, key, data["alone"][cell["mask"]])
+    cells.setdefault((cell["mask"], cell["cp_size"]), []).append(prediction)
+  return [min(group, key=lambda p: p.overlapped) for group in cells.values()]
+
+
+def _predict(cell: dict[str, Any], key: jax_magi.DistAttnKey, alone: dict[str, Any]) -> Prediction:
+  stats = key.stats()
+  stages = np.array(max(cell["ranks"], key=lambda r: np.sum(r["stages"]))["stages"])
+  cast = transfer_times(key)
+  forward = simulate_forward(stages[:, 0], cast)
+  backward = simulate_backward(stages[:, 1], cast)
+  compute = float(stages.sum())
+  serial = compute + float(4 * cast.sum())  # Keys twice, gradients in twice as many bytes.
+  ideal = (alone["forward"] + alone["backward"]) / alone["area"] * stats.area.mean()
+  flops = 4 * HEAD_DIM * NUM_Q_HEADS * stats.area.mean()
+  return Prediction(
+    mask=cell["mask"],
+    cp_size=cell["cp_size"],
+    degree=cell["degree"],
+    balance=stats.balance,
+    share=stats.share,
+    busiest_share=stats.busiest_share,
+    megabytes=float(stats.rows_received.max() * ROW_BYTES / 1e6),
+    ideal=ideal,
+    compute=compute,
+    exposed=forward + backward - compute,
+    overlapped=forward + backward,
+    serial=serial,
+    efficiency=ideal / (forward + backward),
+    serial_efficiency=ideal / serial,
+    forward_rate=flops / forward / 1e12,
+  )
 
 
 def transfer_times(key: jax_magi.DistAttnKey) -> np.ndarray:
@@ -283,17 +287,18 @@ def simulate_backward(compute: np.ndarray, cast: np.ndarray) -> float:
   return float(max(now, link))
 
 
-def to_markdown(data: dict[str, Any], predictions: list[Prediction]) -> str:
+def to_markdown(predictions: list[Prediction]) -> str:
   lines = [
-    "| mask | cp | work, max / mean | rows: mean, busiest | MB | compute, ms | + exposed | "
-    "efficiency | without overlap | forward, TFLOP/s |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| mask | ranks | degree | work, max / mean | rows: mean, busiest | MB | ms at a GPU's rate | "
+    "kernels | + exposed | efficiency | without overlap | forward, TFLOP/s |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
   ]
   for p in predictions:
     lines.append(
-      f"| {p.mask} | {p.cp_size} | {p.balance:.3f} | {p.share:.2f}, {p.busiest_share:.2f} | "
-      f"{p.megabytes:.0f} | {1e3 * p.compute:.1f} | {1e3 * p.exposed:.1f} | {p.efficiency:.0%} | "
-      f"{p.serial_efficiency:.0%} | {p.forward_rate:.0f} |"
+      f"| {p.mask} | {p.cp_size} | {p.degree} | {p.balance:.3f} | {p.share:.2f}, "
+      f"{p.busiest_share:.2f} | {p.megabytes:.0f} | {1e3 * p.ideal:.1f} | {1e3 * p.compute:.1f} | "
+      f"{1e3 * p.exposed:.1f} | {p.efficiency:.0%} | {p.serial_efficiency:.0%} | "
+      f"{p.forward_rate:.0f} |"
     )
   return "\n".join(lines) + "\n"
 
@@ -335,7 +340,7 @@ def main(argv: list[str]) -> None:
     return
   data = json.loads(Path(options.json).read_text())
   predictions = predict(data)
-  text = to_markdown(data, predictions)
+  text = to_markdown(predictions)
   print(text)
   if options.markdown:
     Path(options.markdown).write_text(text)

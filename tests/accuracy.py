@@ -147,7 +147,7 @@ def check_attention(
 def check_results(ours: dict[str, Any], inputs: Inputs, mask: jax_magi.AttentionMask, **options):
   """Holds results, by name, to the rule: those of a call with these inputs, however it was made."""
   dense_mask, fixed = mask.to_dense(), tuple(sorted(options.items()))
-  with jax.default_device(jax.devices("cpu")[0]):
+  with jax.default_device(jax.local_devices(backend="cpu")[0]):
     # Low precision throughout: statistics and the sink too.
     low = jax.tree.map(lambda x: x.astype(inputs.q.dtype), (inputs.operands, inputs.cotangents))
     plain = _dense(*low, dense_mask, fixed)

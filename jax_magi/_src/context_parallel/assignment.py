@@ -19,7 +19,7 @@ _PENALTY = 100.0
 _EXPOSED = 0.3
 # Ranks, from the most expensive, that try to exchange chunks, and from the cheapest, with whom.
 _NUM_WORST, _NUM_PARTNERS = 2, 3
-# Of candidates up to so much more expensive than the best, the one with the most even work wins.
+# Of candidates that cost and move up to so much more than the best, the most even one is taken.
 _ENOUGH = 1.1
 # Chunks that move together in the search before the last.
 _GROUP = 4
@@ -80,8 +80,13 @@ def by_work(
   candidates.append(_State(search, _largest_first(work, cp_size)))
   if len(work) % (2 * cp_size) == 0:
     candidates.append(_State(search, zigzag(len(work), cp_size)))
-  enough = _ENOUGH * min(state.cost() for state in candidates)
-  good = [state for state in candidates if state.cost() <= enough]
+  best = min(candidates, key=_State.cost)
+  good = [
+    state
+    for state in candidates
+    if state.cost() <= _ENOUGH * best.cost()
+    and state.received.mean() <= _ENOUGH * best.received.mean()
+  ]
   return min(good, key=lambda state: (state.imbalance(), state.costs.mean())).ranks
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_magi._src.attention import ops
@@ -86,7 +87,8 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   # Of all keys, whichever rank they came from.
   row_delta = ops.delta(out, lse, dout, dlse)
   dsink = -jnp.sum(ops.sink_probability(sink[None], lse[None])[0] * row_delta, axis=0)
-  stages = _stages(config, k, v, key) if kept is None else kept
+  # Behind a barrier, or XLA would keep what the forward pass fetched, instead of fetching it anew.
+  stages = kept or _stages(config, *lax.optimization_barrier((k, v, dout))[:2], key)
   transfers = transfers_of(key, config.axis_name)
   dq, dk_dv = [], []
   for number, (stage_k, stage_v) in enumerate(stages):

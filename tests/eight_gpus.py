@@ -1,0 +1,74 @@
+"""Compiles a program for eight GPUs on one, prints it, and runs one rank's part of it.
+
+python -m tests.eight_gpus OVERLAP_DEGREE needed|all_gather [LOCAL_LENGTH]
+
+Collectives move nothing here, but kernels are real. What is printed is the scheduled program.
+"""
+
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_magi
+from jax_magi import AttentionMask
+
+
+def main(overlap_degree: int, exchange: str, local: int) -> None:
+  # Before JAX looks for devices.
+  flags = "--xla_gpu_shard_autotuning=false"
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+  jax.config.update("jax_mock_gpu_topology", "1x8x1")
+  mesh = jax.make_mesh((8,), ("cp",), axis_types=(AxisType.Auto,))
+  assert jax.device_count() == 8
+  assert jax.local_device_count() == 1
+  mask = AttentionMask.from_cu_seqlens([0, 3 * local, 5 * local, 8 * local], causal=True)
+  if exchange == "all_gather":
+    mask = AttentionMask.full(8 * local)
+  key = jax_magi.magi_attn_flex_key(
+    mask, cp_size=8, overlap_degree=overlap_degree, all_gather=exchange == "all_gather"
+  )
+
+  def loss(q, k, v, key):
+    def step(q, k, v, key):
+      out, meta = jax_magi.calc_attn(q, k, v, key, return_max_logits=True)
+      return out, meta.max_logits
+
+    fun = jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=(P("cp"), P()))
+    out, max_logits = fun(q, k, v, key)
+    return (out.astype(jnp.float32) ** 2).sum(), max_logits
+
+  sharding = NamedSharding(mesh, P("cp"))
+
+  def like(x, dtype=None):
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+  shapes = [(8 * local, heads, 128) for heads in (8, 2, 2)]
+  operands = [like(np.empty(shape, np.int8), jnp.bfloat16) for shape in shapes]
+  key_shapes = jax.tree.map(like, key)
+  step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+  compiled = step.lower(*operands, key_shapes).compile()
+  print(compiled.as_text())
+
+  rng = np.random.default_rng(0)
+  values = [
+    jax.make_array_from_process_local_data(
+      sharding, rng.standard_normal((local, *shape[1:])).astype(jnp.bfloat16), shape
+    )
+    for shape in shapes
+  ]
+  rank = jax.local_devices()[0].id
+  parts = jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(sharding, x[rank : rank + 1], x.shape), key
+  )
+  _, grads = jax.block_until_ready(compiled(*values, parts))
+  assert all(np.isfinite(np.asarray(g.addressable_data(0), np.float32)).all() for g in grads)
+  print("rank", rank, "ran")
+
+
+if __name__ == "__main__":
+  main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 1024)
