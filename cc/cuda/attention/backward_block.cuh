@@ -32,6 +32,7 @@ struct BackwardBlock {
   uint32_t p[kColumns / 4], ds[kColumns / 4];
   float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
   float dq[Config::kDqQueries / 2];
+  uint32_t row_y[Config::kRowYInRegisters ? Config::kValueDim / 4 : 1];
   float row_start[2], row_delta[2];  // Where rows are queries.
   // Where columns are: read ahead of their use, as shared memory is busy with products.
   float2 start[Config::kReadAhead ? kColumns / 8 : 1];
@@ -108,6 +109,17 @@ struct BackwardBlock {
     }
   }
 
+  // As wgmma wants them: 16 rows of the warp, 16 dims a step.
+  __device__ __forceinline__ void LoadRowY() {
+    const int row = RowPart() * 64 + thread / 32 * 16 + thread % 16;
+#pragma unroll
+    for (int step = 0; step < Config::kValueDim / 16; ++step) {
+      const int chunk = 2 * (step % 4) + thread % 32 / 16;
+      const Element* panel = shared.row_y + step / 4 * Config::kBlockRows * 64;
+      LoadMatrices(panel + row * 64 + (chunk ^ (row % 8)) * 8, row_y + 4 * step);
+    }
+  }
+
   // --- Products ---
 
   __device__ __forceinline__ void IssueScores(int x_stage) {
@@ -124,9 +136,14 @@ struct BackwardBlock {
   __device__ __forceinline__ void IssueDp(int stage) {
     FenceRegisters(dp);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
-        RowDescriptor(shared.row_y + RowPart() * 64 * 64), kRowPanel,
-        RowDescriptor(shared.column_y[stage]), kColumnPanel, dp);
+    const uint64_t columns = RowDescriptor(shared.column_y[stage]);
+    if constexpr (Config::kRowYInRegisters) {
+      MultiplyRegisterRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
+          row_y, columns, kColumnPanel, dp);
+    } else {
+      MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
+          RowDescriptor(shared.row_y + RowPart() * 64 * 64), kRowPanel, columns, kColumnPanel, dp);
+    }
     CommitWgmma();
   }
 

@@ -60,6 +60,7 @@ struct BackwardConsumer {
       for (float& y : block.dy) y = 0.0f;
       if constexpr (!Config::kByKeys) block.LoadRowStatistics();
       if (num_blocks > 0) {
+        if constexpr (Config::kRowYInRegisters) block.LoadRowY();
         if constexpr (Config::kTakesTurns) {
           ComputeInTurns();
         } else if constexpr (Config::kInTwoBursts) {

@@ -116,9 +116,9 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   static constexpr bool kStartsScores = kStartIsScore && kByKeys;
   // Warpgroups take turns at their products. It is worth it where these are short.
   static constexpr bool kTakesTurns = !kHasDq && !kHasSoftcap && kHeadDim == 64;
-  // Two bursts of products a block: scores and dP, then dV, dQ and dK. With 64 dims it was 1%
-  // slower, with a cap it was not tried, and beyond 128 dims dQ takes two products.
-  static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim == 128;
+  // Two bursts of products a block: scores and dP, then dV, dQ and dK. With a cap it was not tried,
+  // and beyond 128 dims dQ takes two products.
+  static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim <= 128;
   // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
   // there are registers for them.
   static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
@@ -137,7 +137,10 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // window, and few enough to stay in the L2 cache.
   static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
-  static constexpr bool kNeedsMost = kByKeys && (kHeadDim == 128 || kTakesTurns);
+  // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
+  static constexpr bool kRowYInRegisters = kHasDq && !kHasSoftcap && kHeadDim == 64;
+  static constexpr bool kNeedsMost =
+      kByKeys && (kHeadDim == 128 || kTakesTurns || kRowYInRegisters);
   // What setmaxnreg leaves and gives: three warpgroups begin with 168 each.
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;

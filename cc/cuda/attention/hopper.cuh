@@ -257,18 +257,22 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
 }
 
 // The same, with the rows in registers.
-template <typename Element, int kN, int kDim>
+template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult>
 __device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[kDim / 4],
                                                          uint64_t keys, uint32_t keys_bytes,
                                                          float (&scores)[kN / 2]) {
-  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<
-                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
-                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>());
+  using cute::SM90::GMMA::Major;
+  using cute::SM90::GMMA::ScaleIn;
+  using Atom =
+      decltype(cute::SM90::GMMA::rs_op_selector<
+               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, Major::K,
+               Major::K, kProduct == Product::kIsSubtracted ? ScaleIn::Neg : ScaleIn::One>());
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);
     WgmmaRegister<Atom>(rows + 4 * step, Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-                        /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+                        /*accumulate=*/kProduct != Product::kIsResult || step > 0,
+                        std::make_integer_sequence<int, kN / 2>());
   }
 }
 
