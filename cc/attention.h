@@ -86,6 +86,8 @@ struct AttentionNeeds {
   bool is_dq_summed = false;
   // What kernels derive from a mask that is known; none where they do it in each call.
   std::vector<int32_t> tile_list;
+  // An estimate of the time that the list takes, to choose between lists of the same pairs.
+  int64_t tile_cost = 0;
   // By what the list was made. A handler refuses a list with another stamp than its own.
   int32_t tile_stamp = 0;
 };

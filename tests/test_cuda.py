@@ -67,22 +67,15 @@ def test_deterministic_gradients_are_equal_bit_for_bit(head_dim):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_known_mask_gives_what_a_traced_one_does(case):
-  inputs = case.make_inputs("bf16")
-
-  def fun(q, k, v, sink, mask):
-    options = {"return_max_logits": True, "implementation": "cuda", **case.options}
-    return jax_magi.attention(q, k, v, mask, sink=sink, **options)
-
-  traced = jax.jit(fun)(*inputs.operands, case.mask)
-  known = jax.jit(functools.partial(fun, mask=case.mask))(*inputs.operands)
-  jax.tree.map(np.testing.assert_array_equal, known, traced)
+def test_case_with_a_known_mask(case):
+  """Its tiles are cut elsewhere than those of a traced one, so that results differ in last bits."""
+  check_attention(case.make_inputs("bf16"), case.mask, "cuda", is_mask_known=True, **case.options)
 
 
 @pytest.mark.parametrize("block_size", [48, 256])
-def test_known_mask_that_the_backward_pass_cuts_by_keys(block_size):
-  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 1000, 1000, 4, 2, 64, 64)
-  mask = AttentionMask.block_causal(block_size, 1000)
+def test_known_mask_that_is_cut_by_keys(block_size):
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 1100, 1100, 4, 2, 64, 64)
+  mask = AttentionMask.block_causal(block_size, 1100)
   check_attention(inputs, mask, "cuda", is_mask_known=True)
 
 

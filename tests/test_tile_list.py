@@ -166,6 +166,34 @@ def test_block_causal_cut_by_keys_computes_little_in_vain():
   assert pairs[0] > 1.2 * mask.area() and pairs[1] < 1.05 * mask.area()
 
 
+def test_tiles_are_cut_where_it_pays():
+  """Blocks of 256 queries fill 4/3 tiles of 192, which is in vain if each is cut."""
+  mask = AttentionMask.block_causal(256, 8192)
+  grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), 8192, 8192)
+  costs = [_needs(m, is_backward=False, head_dim=64, group=1).tile_cost for m in (mask, grouped)]
+  assert costs[1] < 0.75 * costs[0]
+  _, _, num_blocks = _tiles(grouped, is_backward=False, head_dim=64, group=1)
+  assert num_blocks.sum() * 192 * 128 < 1.05 * mask.area()
+
+
+@pytest.mark.parametrize("group", [1, 6])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_of_random_documents_cover_every_row(seed, head_dim, group):
+  rng = np.random.default_rng(seed)
+  length = int(rng.integers(1, 5000))
+  bounds = np.unique([0, length, *rng.integers(0, length, rng.integers(0, 40))])
+  mask = AttentionMask.from_cu_seqlens(bounds, causal=bool(seed % 2))
+  tiles = _tiles(mask, is_backward=False, head_dim=head_dim, group=group)
+  order = np.argsort(tiles[0])
+  begin, num_rows, num_blocks = (x[order] for x in tiles)
+  assert begin[0] == 0 and (begin[1:] == (begin + num_rows)[:-1]).all()
+  assert begin[-1] + num_rows[-1] == length and (num_rows > 0).all()
+  dense = mask.to_dense()
+  for first, count, blocks in zip(begin, num_rows, num_blocks, strict=True):
+    assert 128 * blocks >= dense[first : first + count].any(axis=0).sum()
+
+
 def test_slices_of_another_length_are_refused():
   with pytest.raises(ValueError, match="one slice list"):
     _needs(AttentionMask.causal(8), is_backward=False, static_slices=b"1234")

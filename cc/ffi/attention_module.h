@@ -28,6 +28,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       .def_ro("workspace_bytes", &AttentionNeeds::workspace_bytes)
       .def_ro("num_dkv_parts", &AttentionNeeds::num_dkv_parts)
       .def_ro("is_dq_summed", &AttentionNeeds::is_dq_summed)
+      .def_ro("tile_cost", &AttentionNeeds::tile_cost)
       .def_ro("tile_stamp", &AttentionNeeds::tile_stamp)
       .def_prop_ro("tile_list", [](const AttentionNeeds& self) {
         return nb::bytes(reinterpret_cast<const char*>(self.tile_list.data()),

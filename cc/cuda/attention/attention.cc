@@ -1,7 +1,10 @@
 #include "cc/cuda/attention/attention.h"
 
+#include <utility>
+
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
+#include "cc/cuda/attention/tile_plan.h"
 #include "cutlass/numeric_types.h"
 
 namespace jax_magi::cuda {
@@ -99,7 +102,11 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   if (layout.tiling.num_rows == 0) return needs;  // The call will say that it was not built.
   needs.workspace_bytes = layout.workspace_bytes;
   needs.tile_stamp = layout.tiling.stamp();
-  if (slices != nullptr) needs.tile_list = MakeTileList(call.shape, layout.tiling, slices);
+  if (slices != nullptr) {
+    TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
+    needs.tile_list = std::move(plan.tile_list);
+    needs.tile_cost = plan.cost;
+  }
   if (call.is_backward) {
     needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
     needs.is_dq_summed = !call.deterministic;

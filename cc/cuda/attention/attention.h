@@ -12,7 +12,7 @@ namespace jax_magi::cuda {
 
 // How a call is launched, besides its operands.
 struct LaunchOptions {
-  // On the device, as MakeTileList made it for the call's tiling; or null.
+  // On the device, as PlanTiles made it for the call's tiling; or null.
   const int32_t* tile_list;
   void* workspace;  // As many bytes as AttentionNeeds says.
   int sm_margin;

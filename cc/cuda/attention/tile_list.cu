@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "cc/cuda/attention/early_launch.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/tile_cuts.h"
@@ -148,39 +146,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-
-std::vector<int32_t> MakeTileList(const AttentionShape& shape, const Tiling& tiling,
-                                  const Slice* slices) {
-  const CutArgs args(shape, tiling, slices);
-  std::vector<int> cuts;
-  for (int i = 0; i < static_cast<int>(args.candidates_per_list.divisor); ++i) {
-    cuts.push_back(CutRow(args, slices, i));
-  }
-  std::sort(cuts.begin(), cuts.end());
-  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
-  std::vector<int> kept{0};
-  for (size_t i = 1; i < cuts.size(); ++i) {
-    if (IsCutKept(cuts[i - 1], cuts[i])) kept.push_back(cuts[i]);
-  }
-  kept.push_back(args.num_rows);
-
-  std::vector<Tile> tiles;
-  for (size_t i = 0; i + 1 < kept.size(); ++i) {
-    const int first = static_cast<int>(tiles.size());
-    const int count = args.tile_rows.CeilDivide(kept[i + 1] - kept[i]);
-    const Segment segment{/*batch=*/0, kept[i], kept[i + 1], first, count};
-    for (int tile = first; tile < first + count; ++tile) {
-      tiles.push_back(CutTile(args, segment, tile));
-    }
-  }
-  std::stable_sort(tiles.begin(), tiles.end(),
-                   [](const Tile& a, const Tile& b) { return a.num_blocks > b.num_blocks; });
-  std::vector<int32_t> words(sizeof(TileList) / 4 + tiles.size() * sizeof(Tile) / 4);
-  auto* list = reinterpret_cast<TileList*>(words.data());
-  list->num_tiles = static_cast<int>(tiles.size());
-  std::copy(tiles.begin(), tiles.end(), list->tiles());
-  return words;
-}
 
 cudaError_t PrepareTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                             bool has_tile_list, void* workspace, float* max_logits,

@@ -10,8 +10,6 @@
 
 #include <cuda_runtime.h>
 
-#include <vector>
-
 #include "cc/attention.h"
 
 namespace jax_magi::cuda {
@@ -63,7 +61,7 @@ inline int NumColumns(const AttentionShape& shape, const Tiling& tiling) {
 
 JAX_MAGI_INLINE int CeilDiv(int a, int b) { return (a + b - 1) / b; }
 
-// Tiles are cut where slices begin and end, so that a packed document costs what it would alone.
+// Tiles are full, or end where a slice begins or ends.
 inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
   return (shape.shared_slices ? 1 : shape.batch) *
          (CeilDiv(NumRows(shape, tiling), tiling.num_rows) + 2 * shape.num_slices);
@@ -81,10 +79,6 @@ JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int nu
                                 bool by_keys) {
   return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
 }
-
-// The list as words of a TileList, for slices that the whole batch shares.
-std::vector<int32_t> MakeTileList(const AttentionShape& shape, const Tiling& tiling,
-                                  const Slice* slices);
 
 // Prepares a call on the stream: resets the counter, fills max_logits with -inf and, where there is
 // no list yet, makes it in the workspace. The kernel after it may start at once, and must wait for

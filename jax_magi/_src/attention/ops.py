@@ -204,15 +204,23 @@ def _on_backend(
   split = keep_batch_and_heads(kernel, [*call.operands, "t"], list(call.results))
 
   def fun(*operands):
-    tile_list = native.make_tile_list(
+    if config.static_slices is None or operands[call.slices_index].shape[0] != 1:
+      return split(*operands, np.zeros(0, np.int32))
+    known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
+    candidates = [known]
+    if not call.is_backward and (grouped := grouped_by_keys(known)) is not known:
+      candidates.append(grouped)
+    slices, tile_list = native.plan_tiles(
       backend,
       *operands[:3],
-      operands[call.slices_index],
-      static_slices=config.static_slices,
+      candidates,
       softcap=config.softcap,
       is_backward=call.is_backward,
       deterministic=config.deterministic,
     )
+    if slices is not known:
+      before, after = operands[: call.slices_index], operands[call.slices_index + 1 :]
+      operands = (*before, jnp.asarray(slices)[None], *after)
     return split(*operands, tile_list)
 
   return fun

@@ -25,37 +25,53 @@ _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
 
 
-def make_tile_list(
+def plan_tiles(
   backend: Backend,
   q,
   k,
   v,
-  slices,
+  candidates: list[np.ndarray],
   *,
-  static_slices: bytes | None,
   softcap: float,
   is_backward: bool,
   deterministic: bool,
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
   """What the kernels derive from a mask that is known when the call is traced.
 
-  `static_slices` are the values of `slices`, of one list. The tile list serves any batch that
-  shares them, and any number of kv heads. It may be empty: then the device makes it in each call.
+  Args:
+    backend: whose kernels are meant.
+    q: the call's operand, and so k and v.
+    k: see above.
+    v: see above.
+    candidates: slices `[num_slices, 6]` that show the same pairs, each in its own way.
+    softcap: as in `forward`.
+    is_backward: which of the two calls it is.
+    deterministic: as in `backward`.
+
+  Returns:
+    The slices that the kernels take the least time for, and their tile list. It serves any batch
+    that shares them, and any number of kv heads. It may be empty: then the device makes it in each
+    call.
   """
-  if static_slices is None:
-    return np.zeros(0, np.int32)
-  needs = _needs(
-    backend,
-    q,
-    k,
-    v,
-    slices,
-    softcap=softcap,
-    is_backward=is_backward,
-    deterministic=deterministic,
-    static_slices=static_slices,
-  )
-  return np.frombuffer(needs.tile_list, np.int32)
+  plans = [
+    (
+      slices,
+      _needs(
+        backend,
+        q,
+        k,
+        v,
+        slices[None],
+        softcap=softcap,
+        is_backward=is_backward,
+        deterministic=deterministic,
+        static_slices=slices.tobytes(),
+      ),
+    )
+    for slices in candidates
+  ]
+  slices, needs = min(plans, key=lambda plan: plan[1].tile_cost)
+  return slices, np.frombuffer(needs.tile_list, np.int32)
 
 
 def _needs(
