@@ -146,7 +146,8 @@ __device__ __forceinline__ Row<kSize> MakeRow(int64_t row, int length, int64_t n
   return r;
 }
 
-// Vectors first, first + kThreads, ... of an array of Element: those that are touched.
+// Vectors first, first + kThreads, ... of an array of Element: those that are touched. Others are
+// left as they are.
 template <typename Element, int kThreads, Reuse kReuse, int kVectors>
 __device__ __forceinline__ void LoadVectors(const Element* array,
                                             const Row<kVectorSize<Element>>& row, int first,
@@ -158,7 +159,6 @@ __device__ __forceinline__ void LoadVectors(const Element* array,
                         Max(row.touched.begin, Min(row.touched.end, row.num_in_array))};
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    words[i][0] = words[i][1] = words[i][2] = words[i][3] = 0;
     if (Contains(loaded, first + i * kThreads)) {
       LoadWords<kReuse>(own + i * kThreads * kSize, words[i]);
     }
@@ -181,28 +181,44 @@ __device__ __forceinline__ void LoadVectors(const Element* array,
   }
 }
 
-// Writes vectors first, first + kThreads, ... of a row: `value(i, e)` is element e of vector i of
-// these. Columns that are not visible become zero.
+// Writes zeros to those of vectors first, first + kThreads, ... of a row of which nothing is
+// visible, and all is the row's.
+template <typename Element, int kThreads, int kVectors>
+__device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSize<Element>>& row,
+                                            int first) {
+  constexpr int kSize = kVectorSize<Element>;
+  Element* own = array + row.begin + first * int64_t{kSize};
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int v = first + i * kThreads;
+    if (Contains(row.inside, v) && !Contains(row.touched, v)) {
+      __stcs(reinterpret_cast<uint4*>(own + i * kThreads * kSize), make_uint4(0, 0, 0, 0));
+    }
+  }
+}
+
+// Writes the others: `value(i, e)` is element e of vector i of these. Columns that are not visible
+// become zero.
 template <typename Element, int kThreads, int kVectors, typename Value>
 __device__ __forceinline__ void StoreVectors(Element* array, const Row<kVectorSize<Element>>& row,
                                              int first, const Value& value) {
   constexpr int kSize = kVectorSize<Element>;
   Element* own = array + row.begin + first * int64_t{kSize};
   const auto get = [&](int i, int v, float (&x)[kSize]) {
-    const bool is_touched = Contains(row.touched, v);
+    if (Contains(row.clean, v)) {
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) x[e] = is_touched ? value(i, e) : 0.0f;
-    if (is_touched && !Contains(row.clean, v)) {
+      for (int e = 0; e < kSize; ++e) x[e] = value(i, e);
+    } else {
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
-        x[e] = Contains(row.visible, row.Column(v) + e) ? x[e] : 0.0f;
+        x[e] = Contains(row.visible, row.Column(v) + e) ? value(i, e) : 0.0f;
       }
     }
   };
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int v = first + i * kThreads;
-    if (Contains(row.inside, v)) {
+    if (Contains(row.inside, v) && Contains(row.touched, v)) {
       float x[kSize];
       get(i, v, x);
       __stcs(reinterpret_cast<uint4*>(own + i * kThreads * kSize), PackVector<Element>(x));

@@ -21,7 +21,7 @@ RowsParams GetRowsParams(const SoftmaxShape& shape) {
   // Whether some row sees less than all columns.
   const bool is_banded = band.lo > -shape.q_len + 1 || band.hi < shape.k_len - 1;
   return {static_cast<uint32_t>(shape.num_rows()),
-          static_cast<int>(shape.q_len),
+          RowDivisor(static_cast<uint32_t>(shape.q_len)),
           static_cast<int>(shape.k_len),
           shape.num_rows() * shape.k_len,
           band,
@@ -106,8 +106,9 @@ Status SoftmaxVariant<kDType>::Forward(const SoftmaxForwardArgs& args, cudaStrea
   scale.after = std::min(scale.after * kLog2E, std::numeric_limits<float>::max());
   const SoftmaxForwardParams params{GetRowsParams(shape),
                                     mask,
-                                    static_cast<uint32_t>(shape.heads),
-                                    static_cast<uint32_t>(num_sharing),
+                                    RowDivisor(static_cast<uint32_t>(shape.heads)),
+                                    RowDivisor(static_cast<uint32_t>(num_sharing)),
+                                    RowDivisor(static_cast<uint32_t>(num_sharing * shape.q_len)),
                                     scale,
                                     args.x,
                                     args.offset,

@@ -9,6 +9,7 @@
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
 
 #include "cc/cuda/arithmetic.cuh"
+#include "cc/cuda/softmax/divisor.cuh"
 #include "cc/cuda/softmax/row_mask.cuh"
 #include "cc/cuda/softmax/row_vectors.cuh"
 #include "cc/softmax.h"
@@ -18,7 +19,8 @@ namespace jax_magi::cuda {
 // What both passes know of the rows.
 struct RowsParams {
   uint32_t num_rows;
-  int q_len, k_len;
+  RowDivisor q_len;
+  int k_len;
   int64_t num_elements;
   Slice band;
   bool is_banded;
@@ -27,10 +29,11 @@ struct RowsParams {
 struct SoftmaxForwardParams {
   RowsParams rows;
   SoftmaxMask mask;
-  uint32_t heads;
+  RowDivisor heads;
   // So many rows use the same row of the mask, and are worked on one after the other: it is then
   // read from memory once.
-  uint32_t num_sharing;
+  RowDivisor num_sharing;
+  RowDivisor sharing_rows;  // In all matrices that share a mask.
   ScoreScale scale;
   const void* x;
   const float* offset;
@@ -102,15 +105,14 @@ __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, 
                                             bool has_mask) {
   RowPlace place{index < params.rows.num_rows, index, 0, 0, 0};
   if (!has_mask && !params.rows.is_banded && params.offset == nullptr) return place;
-  const uint32_t q_len = params.rows.q_len;
-  const uint32_t sharing_rows = params.num_sharing * q_len;
-  const uint32_t in_sharing = index % sharing_rows;
-  place.q = in_sharing / params.num_sharing;
-  const uint32_t matrix =
-      index / sharing_rows * params.num_sharing + in_sharing % params.num_sharing;
-  place.row = matrix * q_len + place.q;
-  place.batch = matrix / params.heads;
-  place.head = matrix % params.heads;
+  const uint32_t num_sharing = params.num_sharing.divisor;
+  const uint32_t group = params.sharing_rows.Divide(index);
+  const uint32_t in_group = index - group * params.sharing_rows.divisor;
+  place.q = params.num_sharing.Divide(in_group);
+  const uint32_t matrix = group * num_sharing + (in_group - place.q * num_sharing);
+  place.row = matrix * params.rows.q_len.divisor + place.q;
+  place.batch = params.heads.Divide(matrix);
+  place.head = matrix - place.batch * params.heads.divisor;
   return place;
 }
 
@@ -121,12 +123,16 @@ __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_a
   return MakeRow<kSize>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
 }
 
-// Scores of vectors first, first + kThreads, ... before ScoreScale::after; -inf where hidden.
-template <typename Element, typename Mask, int kThreads, Reuse kReuse, int kVectors>
-__device__ __forceinline__ void LoadScores(const SoftmaxForwardParams& params,
-                                           const Row<kVectorSize<Element>>& row,
-                                           const MaskRow<Mask>& mask, int first,
-                                           float (&scores)[kVectors][kVectorSize<Element>]) {
+// Scores of vectors first, first + kThreads, ... before ScoreScale::after; -inf where hidden, and
+// where no column is visible, -inf or nothing: both loops spill with the other's choice.
+// `meanwhile` is called when they are on their way. Returns the largest, or `largest`.
+template <typename Element, typename Mask, int kThreads, Reuse kReuse, bool kFillsHidden,
+          int kVectors, typename Meanwhile>
+__device__ __forceinline__ float LoadScores(const SoftmaxForwardParams& params,
+                                            const Row<kVectorSize<Element>>& row,
+                                            const MaskRow<Mask>& mask, int first, float largest,
+                                            float (&scores)[kVectors][kVectorSize<Element>],
+                                            const Meanwhile& meanwhile) {
   constexpr int kSize = kVectorSize<Element>;
   constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
   constexpr bool kIsBool = std::is_same_v<Mask, uint8_t>;
@@ -134,13 +140,14 @@ __device__ __forceinline__ void LoadScores(const SoftmaxForwardParams& params,
   LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.x), row, first, words);
   uint32_t mask_words[kVectors][kHasMask ? kSize * sizeof(Mask) / 4 : 1];
   if constexpr (kHasMask) LoadMask<Mask, kThreads>(mask, row, first, mask_words);
+  meanwhile();
 
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int v = first + i * kThreads;
     if (!Contains(row.touched, v)) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) scores[i][e] = -INFINITY;
+      for (int e = 0; kFillsHidden && e < kSize; ++e) scores[i][e] = -INFINITY;
       continue;
     }
 #pragma unroll
@@ -161,7 +168,10 @@ __device__ __forceinline__ void LoadScores(const SoftmaxForwardParams& params,
         if (!Contains(row.visible, row.Column(v) + e)) scores[i][e] = -INFINITY;
       }
     }
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) largest = fmaxf(largest, scores[i][e]);
   }
+  return largest;
 }
 
 // Subtracted from scores; finite for a row that sees nothing, or -inf - -inf would make NaN.
@@ -173,9 +183,9 @@ __device__ __forceinline__ float Reference(float largest) {
 __device__ __forceinline__ float FinishRow(const SoftmaxForwardParams& params,
                                            const RowPlace& place, float offset, float reference,
                                            float sum, bool is_writer) {
-  if (params.offset == nullptr) return sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (params.offset == nullptr) return sum == 0.0f ? 0.0f : Reciprocal(sum);
   const float weight = Exp2((offset - reference) * params.scale.after);
-  const float inverse = sum + weight == 0.0f ? 0.0f : 1.0f / (sum + weight);
+  const float inverse = sum + weight == 0.0f ? 0.0f : Reciprocal(sum + weight);
   if (is_writer) params.offset_probability[place.row] = weight * inverse;
   return inverse;
 }
@@ -191,21 +201,20 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
                                   MinBlocks(kThreads, kForwardThreads<Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
+  constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
   const int thread = threadIdx.x % kThreads;
-  const RowPlace place =
-      FindRow(params, RowIndex<kThreads>(), /*has_mask=*/!std::is_same_v<Mask, NoMask>);
+  const RowPlace place = FindRow(params, RowIndex<kThreads>(), kHasMask);
   const Row<kSize> row = GetRow<kSize>(params.rows, place.is_active, place.row, place.q);
   const MaskRow<Mask> mask = GetMaskRow<Mask>(params.mask, place, row);
   const float offset = GetOffset(params, place);
 
   float x[kVectors][kSize];  // Scores, then their exponentials.
-  LoadScores<Element, Mask, kThreads, Reuse::kNone>(params, row, mask, thread, x);
-  float largest = offset;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) largest = fmaxf(largest, x[i][e]);
-  }
+  Element* y = static_cast<Element*>(params.y);
+  const auto store_hidden = [&] { StoreHidden<Element, kThreads, kVectors>(y, row, thread); };
+  const float largest = LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/false>(
+      params, row, mask, thread, offset, x, [&] {
+        if constexpr (!kHasMask) store_hidden();
+      });
   const float reference = Reference(ReduceRow<kThreads>(largest, MaxOp{}));
 
   float sum = 0.0f;
@@ -221,7 +230,8 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   sum = ReduceRow<kThreads>(sum, SumOp{});
   const float inverse =
       FinishRow(params, place, offset, reference, sum, place.is_active && thread == 0);
-  StoreVectors<Element, kThreads, kVectors>(static_cast<Element*>(params.y), row, thread,
+  if constexpr (kHasMask) store_hidden();  // Not before: a mask leaves no registers for it.
+  StoreVectors<Element, kThreads, kVectors>(y, row, thread,
                                             [&](int i, int e) { return x[i][e] * inverse; });
 }
 
@@ -240,16 +250,16 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const MaskRow<Mask> mask = GetMaskRow<Mask>(params.mask, place, row);
   const float offset = GetOffset(params, place);
 
+  Element* y = static_cast<Element*>(params.y);
+  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+    StoreHidden<Element, kThreads, kChunkVectors>(y, row, chunk + thread);
+  }
   float largest = -INFINITY, sum = 0.0f;  // Of this thread's columns so far.
   float x[kChunkVectors][kSize];
   for (int chunk = 0; chunk < row.count; chunk += kStep) {
-    LoadScores<Element, Mask, kThreads, Reuse::kSoon>(params, row, mask, chunk + thread, x);
-    float new_largest = largest;
-#pragma unroll
-    for (int i = 0; i < kChunkVectors; ++i) {
-#pragma unroll
-      for (int e = 0; e < kSize; ++e) new_largest = fmaxf(new_largest, x[i][e]);
-    }
+    const float new_largest =
+        LoadScores<Element, Mask, kThreads, Reuse::kSoon, /*kFillsHidden=*/true>(
+            params, row, mask, chunk + thread, largest, x, [] {});
     const float reference = Reference(new_largest);
     sum *= Exp2((largest - reference) * params.scale.after);
 #pragma unroll
@@ -266,10 +276,11 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
       FinishRow(params, place, offset, reference, sum, place.is_active && thread == 0);
   // Each thread reads again what it writes, and all have read once: right in place, too.
   for (int chunk = 0; chunk < row.count; chunk += kStep) {
-    LoadScores<Element, Mask, kThreads, Reuse::kNone>(params, row, mask, chunk + thread, x);
-    StoreVectors<Element, kThreads, kChunkVectors>(
-        static_cast<Element*>(params.y), row, chunk + thread,
-        [&](int i, int e) { return Exp2((x[i][e] - reference) * params.scale.after) * inverse; });
+    LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/true>(
+        params, row, mask, chunk + thread, largest, x, [] {});
+    StoreVectors<Element, kThreads, kChunkVectors>(y, row, chunk + thread, [&](int i, int e) {
+      return Exp2((x[i][e] - reference) * params.scale.after) * inverse;
+    });
   }
 }
 
@@ -288,17 +299,29 @@ struct Gradients {
     LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.dy), row, first, dy);
   }
 
+  // While the others are on their way.
+  __device__ __forceinline__ void StoreZeros(const SoftmaxBackwardParams& params,
+                                             const Row<kSize>& row, int first) const {
+    StoreHidden<Element, kThreads, kVectors>(static_cast<Element*>(params.dx), row, first);
+  }
+
   __device__ __forceinline__ float Dot(const Row<kSize>& row, int first) const {
     float dot = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int v = first + i * kThreads;
       if (!Contains(row.touched, v)) continue;
-      const bool is_clean = Contains(row.clean, v);
+      const auto product = [&](int e) {
+        return GetElement<Element>(y[i], e) * GetElement<Element>(dy[i], e);
+      };
+      if (Contains(row.clean, v)) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) {
-        const float product = GetElement<Element>(y[i], e) * GetElement<Element>(dy[i], e);
-        if (is_clean || Contains(row.visible, row.Column(v) + e)) dot += product;
+        for (int e = 0; e < kSize; ++e) dot += product(e);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) {
+          if (Contains(row.visible, row.Column(v) + e)) dot += product(e);
+        }
       }
     }
     return dot;
@@ -318,7 +341,7 @@ struct Gradients {
 template <int kSize>
 __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, uint32_t row) {
   return GetRow<kSize>(params, row < params.num_rows, row,
-                       params.is_banded ? row % params.q_len : 0);
+                       params.is_banded ? params.q_len.Modulo(row) : 0);
 }
 
 template <typename Element, int kThreads, int kVectors>
@@ -329,6 +352,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 51
   const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, index);
   Gradients<Element, kThreads, kVectors> gradients;
   gradients.template Load<Reuse::kNone>(params, row, thread);
+  gradients.StoreZeros(params, row, thread);
   const float dot = ReduceRow<kThreads>(gradients.Dot(row, thread), SumOp{});
   if (params.dot != nullptr && thread == 0 && index < params.rows.num_rows) params.dot[index] = dot;
   gradients.Store(params, row, thread, dot);
@@ -344,6 +368,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   float dot = 0.0f;
   for (int chunk = 0; chunk < row.count; chunk += kStep) {
     gradients.template Load<Reuse::kSoon>(params, row, chunk + thread);
+    gradients.StoreZeros(params, row, chunk + thread);
     dot += gradients.Dot(row, chunk + thread);
   }
   dot = ReduceRow<kThreads>(dot, SumOp{});
