@@ -1,7 +1,7 @@
 """One of several processes that attend together: python -m tests.one_process PORT COUNT NUMBER.
 
-Each has one CPU device. Every process makes the same inputs and the same plan, and holds the results
-to the accuracy rule.
+Each has one CPU device, makes the same inputs and the same plan, and holds the results to the
+accuracy rule.
 """
 
 import sys
