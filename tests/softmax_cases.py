@@ -152,7 +152,12 @@ class Options(dict):
 
 
 def check_softmax(
-  case: SoftmaxCase, dtype: str, implementation: str | None, num_draws: int = 1, **more
+  case: SoftmaxCase,
+  dtype: str,
+  implementation: str | None,
+  num_draws: int = 1,
+  first_draw: int = 0,
+  **more,
 ) -> None:
   """Runs ours, forward and backward, and holds every result to the rule.
 
@@ -161,7 +166,7 @@ def check_softmax(
   """
   draws = [
     _run(case, dtype, Options(case.options, implementation=implementation, **more), i)
-    for i in range(num_draws)
+    for i in range(first_draw, first_draw + num_draws)
   ]
   ours, truth, plain = (
     jax.tree.map(lambda *a: np.stack(a), *trees) for trees in zip(*draws, strict=True)
