@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,6 +31,20 @@ def check_number(name: str, value: Any) -> float:
   return number if rounded else 0.0
 
 
+def has_symbols(shape: tuple[Any, ...]) -> bool:
+  """Whether sizes are symbols, as they may be in a program that `jax.export` makes for many."""
+  return any(map(jax.export.is_symbolic_dim, shape))
+
+
+def check_no_symbols(name: str, shape: tuple[Any, ...]) -> None:
+  """Sizes that must be numbers, also where `jax.export` makes a program for many of them."""
+  if has_symbols(shape):
+    raise NotImplementedError(
+      f"{name} must be of known size, got the symbolic {list(shape)}; export one program for each "
+      "length, or for a few to which inputs are padded with tokens that see nothing"
+    )
+
+
 def check_length(name: str, length: Any) -> int:
   """A static integer in [0, 2**30)."""
   length = _check_integer(name, length)
@@ -47,6 +62,7 @@ def check_position(name: str, position: Any) -> int:
 
 
 def _check_integer(name: str, value: Any) -> int:
+  check_no_symbols(name, (value,))
   if isinstance(value, jax.core.Tracer):
     raise ValueError(f"{name} must be a static integer, got a traced value")
   if isinstance(value, bool) or not isinstance(value, (int, np.integer)):

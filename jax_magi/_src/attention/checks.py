@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_number
+from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_no_symbols, check_number
 from jax_magi._src.attention.ops import AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.native.backends import check_implementation
@@ -27,6 +27,7 @@ def check_qkv(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "
       raise ValueError(f"{name} must be an array, got {type(x).__name__}")
     if len(x.shape) != 3:
       raise ValueError(f"{name} must be [length, num_heads, head_dim], got {list(x.shape)}")
+    check_no_symbols(name, x.shape)
     if x.dtype != q.dtype:
       raise ValueError(f"{name} must have {q_name}'s dtype {q.dtype}, got {x.dtype}")
     if x.shape[0] >= MAX_LENGTH:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, check_flag
+from jax_magi._src.arguments import as_int32, check_flag, has_symbols
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import attend
@@ -113,7 +113,8 @@ def dot_product_attention(
     scale_name="scale",
   )
   sink = checks.check_sink(sink, q.shape[2])
-  xp: Any = np if isinstance(sink, np.ndarray) else jnp
+  # By numpy where it was made so, but numpy knows no symbolic batch.
+  xp: Any = np if isinstance(sink, np.ndarray) and not has_symbols((batch,)) else jnp
   sink = xp.broadcast_to(sink, (batch, q.shape[2]))
 
   lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.arguments import as_int32, check_flag, check_length
+from jax_magi._src.arguments import as_int32, check_flag, check_length, check_no_symbols
 from jax_magi._src.masks.slices import UNBOUNDED, check_ranges, segment_bounds
 from jax_magi._src.masks.windows import Edge, band_around, sizes_band, window_band
 from jax_magi._src.transforms.sharding import with_auto_axes
@@ -157,6 +157,8 @@ class MaskConstructors:
     max_segments = check_length("max_segments", max_segments)
     ids = as_int32("ids", ids, ("q_len",))
     key_ids = ids if kv_ids is None else as_int32("kv_ids", kv_ids, ("k_len",))
+    check_no_symbols("ids", ids.shape)
+    check_no_symbols("kv_ids", key_ids.shape)
     if isinstance(window, (int, np.integer)):
       raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
     band = window_band("window", window, is_causal=check_flag("causal", causal))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_magi._src.arguments import check_choice
+from jax_magi._src.arguments import check_choice, has_symbols
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Backend:
     """Why the softmax kernels cannot be used for `x`; None if they can."""
     if x.dtype not in _SOFTMAX_DTYPES:
       return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
+    if has_symbols(x.shape):
+      return f"the kernels take arrays of known size, not the symbolic {list(x.shape)}"
     num_rows = x.size // max(x.shape[-1], 1)
     if self.max_softmax_rows is not None and num_rows >= self.max_softmax_rows:
       return f"the kernels take fewer than {self.max_softmax_rows} rows, not {num_rows}"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_number
+from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_no_symbols, check_number
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.windows import band_around, window_band
 from jax_magi._src.native.backends import BACKENDS, check_implementation, default_platform
@@ -170,6 +170,7 @@ def _check_x(x: Any) -> Any:
     raise ValueError(f"x must be [..., heads, q_len, k_len] or [q_len, k_len], got {list(x.shape)}")
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(f"x must hold floating point numbers, got {x.dtype}")
+  check_no_symbols("x's last two axes", x.shape[-2:])
   if max(x.shape[-2:]) >= MAX_LENGTH:
     raise ValueError(f"x must have fewer than 2**30 rows and columns, got {list(x.shape[-2:])}")
   if jnp.finfo(x.dtype).bits < 16:
@@ -190,11 +191,8 @@ def _check_mask(mask: Any, x: Any) -> Any:
       "for integers, pass mask != 0 if 1 means visible, or mask == 0 if 1 means masked out, as it "
       "does in Megatron and TransformerEngine"
     )
-  try:
-    fits = np.broadcast_shapes(mask.shape, x.shape) == x.shape
-  except ValueError:
-    fits = False
-  if not fits:
+  sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
+  if mask.ndim > x.ndim or any(size not in (1, n) for size, n in sizes):
     raise ValueError(f"mask must broadcast to x's {list(x.shape)}, got {list(mask.shape)}")
   if mask.dtype not in (np.dtype(bool), x.dtype, np.dtype(np.float32)):
     mask = mask.astype(np.promote_types(x.dtype, np.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.export
 from jax import lax
 
 from jax_magi._src.transforms.batching import fold_batch
@@ -32,6 +33,9 @@ def by_platform(
   """
 
   def usable_natives(operands):
+    # How much memory a kernel needs is asked when it is traced, and jax.export may know no numbers.
+    if any(jax.export.is_symbolic_dim(size) for x in operands for size in x.shape):
+      return {}
     return {
       platform: fun
       for platform, fun in natives(*operands).items()
@@ -40,9 +44,15 @@ def by_platform(
 
   def call(*operands):
     usable = usable_natives(operands)
+    # A caller who names a platform wants its kernel, or an error, but never another path.
+    if not usable and implementation not in (None, plain_name):
+      raise NotImplementedError(
+        f"implementation={implementation!r} cannot be used: the kernels do not take arrays of the "
+        f"shapes {', '.join(str(list(x.shape)) for x in operands)}; "
+        f"implementation=None or {plain_name!r} takes everything"
+      )
     if not usable:
       return plain(*operands)
-    # A caller who names a platform wants its kernel, or an error, but never another path.
     default = {"default": plain} if implementation is None else {}
     return lax.platform_dependent(*operands, **usable, **default)
 
