@@ -1,4 +1,4 @@
-"""Attention where JAX is used in uncommon ways: second derivatives, strict modes, hidden NaN."""
+"""Attention where JAX is used in uncommon ways: second derivatives, strict modes, debug modes."""
 
 import contextlib
 import functools
@@ -13,6 +13,7 @@ import pytest
 import jax_magi
 from jax_magi import AttentionMask, reference
 from jax_magi._src.transforms.staging import is_staged
+from tests.accuracy import jit_unoptimised
 from tests.arrays import assert_same_bits, assert_trees_close, normals
 
 _IMPLEMENTATIONS = ["cpu", "blockwise"]
@@ -177,14 +178,39 @@ def test_no_promotion_of_ranks_or_dtypes(implementation, strict):
     jax.eval_shape(jax.vmap(jax.grad(fun)), *(jnp.stack([x, x]) for x in operands))
 
 
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_values_are_the_same_without_promotion(implementation):
+  fun = jax.value_and_grad(functools.partial(_everything, implementation=implementation), (0, 3))
+  expected = jit_unoptimised(fun)(*_operands())
+  with _STRICT["rank"](), _STRICT["dtype"]():
+    assert_same_bits(jit_unoptimised(fun)(*_operands()), expected)
+
+
+@pytest.mark.parametrize("strict", _STRICT)
+@pytest.mark.parametrize("transform", ["eager", "vmap", "grad"])
+def test_eager_calls_run_without_promotion(transform, strict):
+  q, k, v, sink = _operands()
+  attend = functools.partial(_loss, k=k, v=v, sink=sink)
+  run = {
+    "eager": lambda: attend(q),
+    "vmap": lambda: jax.vmap(attend)(jnp.stack([q, 2.0 * q])),
+    "grad": lambda: jax.grad(attend)(q),
+  }[transform]
+  expected = run()
+  with _STRICT[strict]():
+    assert_same_bits(run(), expected)
+
+
 @pytest.mark.parametrize("strict", _STRICT)
 def test_traced_masks_promote_nothing(strict):
   ids = np.array([1, 1, 0, 2, 2, 2], np.int32)
   slices = np.array(_MASK.slices)
   with _STRICT[strict]():
     jax.eval_shape(_traced_masks, slices, ids)
+    values = jax.jit(_traced_masks)(slices, ids)
     with jax.enable_x64(True):
       jax.eval_shape(_traced_masks, slices.astype(np.int64), ids)
+  assert_same_bits(values, jax.jit(_traced_masks)(slices, ids))
 
 
 # --- eager calls compile once for all masks ---
@@ -222,16 +248,17 @@ def _vmap_of_grad(fun, q, k, v):
 def test_eager_transforms_compile_once_for_all_masks(implementation, transform):
   q, k, v, _ = _operands()
 
-  def run(begin, end):
-    mask = AttentionMask(np.array([[begin, end, 0, 6, -6, 6]], np.int32), 6, 6)
+  def run(begin, end, lo):
+    mask = AttentionMask(np.array([[begin, end, 0, 6, lo, 6]], np.int32), 6, 6)
     fun = functools.partial(jax_magi.attention, mask=mask, implementation=implementation)
     return transform(lambda *x: fun(*x)[0], q, k, v)
 
-  run(0, 6)
+  masks = [(begin, end, lo) for begin in range(4) for end in range(begin + 1, 6) for lo in range(3)]
+  assert len(masks) >= 40
+  run(0, 6, -6)
   with _count_compilations() as compilations:
-    for begin in range(4):
-      for end in range(begin + 1, 6):
-        run(begin, end)
+    for mask in masks:
+      run(*mask)
   assert compilations == []
 
 
@@ -271,6 +298,25 @@ def test_debug_nans_finds_none_where_rows_see_nothing(implementation, has_sink):
     jax.grad(fun, (0, 1, 2, 3) if has_sink else (0, 1, 2))(q, k, v, sink if has_sink else None)
 
 
+@pytest.mark.parametrize("is_jit", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_debug_nans_blames_the_operation_that_made_one(implementation, is_before, is_jit):
+  q, k, v, _ = _operands()
+
+  def fun(q):  # Without a sink, rows that see nothing have an lse of -inf.
+    if is_before:
+      return _loss(jnp.log(q - 100.0), k, v, None, implementation=implementation)
+    return jnp.log(_loss(q, k, v, None, implementation=implementation) - 1000.0)
+
+  for one in (fun, jax.value_and_grad(fun)):
+    with (
+      jax.debug_nans(True),
+      pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in log"),
+    ):
+      jax.block_until_ready((jax.jit(one) if is_jit else one)(q))
+
+
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_debug_infs_finds_none_where_all_rows_see_something(implementation):
   q, k, v, _ = _operands()
@@ -283,36 +329,6 @@ def test_debug_infs_finds_none_where_all_rows_see_something(implementation):
 
   with jax.debug_infs(True):
     jax.grad(fun)(q)
-
-
-# --- what is hidden stays hidden ---
-
-
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
-def test_nan_in_hidden_tokens_reaches_nothing(implementation, softcap):
-  clean = _operands()
-  dirty = [np.array(x) for x in clean]
-  hidden = [~_MASK.to_dense().any(axis=axis) for axis in (1, 0, 0)]
-  for x, rows in zip(dirty[:3], hidden, strict=True):
-    assert rows.any()
-    x[rows] = np.nan
-
-  def fun(q, k, v, sink):
-    out, meta = jax_magi.attention(
-      q,
-      k,
-      v,
-      _MASK,
-      sink=sink,
-      softcap=softcap,
-      return_max_logits=True,
-      implementation=implementation,
-    )
-    return _loss_of(out, meta.lse), (out, meta)
-
-  run = jax.value_and_grad(fun, (0, 1, 2, 3), has_aux=True)
-  assert_same_bits(run(*dirty), run(*clean))
 
 
 # --- integers ---
