@@ -1,8 +1,13 @@
-"""Many threads and many calls: results stay right, and memory stays flat."""
+"""Many threads and many calls: results stay right, and memory stays flat.
 
+python -m tests.test_threads --seconds 60 --threads 8
+"""
+
+import argparse
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +16,16 @@ import pytest
 
 import jax_magi
 from jax_magi import AttentionMask
+from tests.accuracy import DTYPES
 from tests.arrays import assert_same_bits, normals
 
-_NUM_THREADS, _SECONDS = 8, 5.0
 _NUM_CALLS = 2000
 _SHAPES = [(40, 4, 16), (40, 2, 16), (40, 2, 16)]
 
 
 def _gradients(q, k, v, mask):
   def loss(q, k, v):
-    out, meta = jax_magi.attention(q, k, v, mask)
+    out, meta = jax_magi.attention(q, k, v, mask, deterministic=True)
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(meta.lse))
 
   return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
@@ -31,11 +36,15 @@ def _softmax(q, k, v, mask):
   return jax_magi.fused_scale_mask_softmax(scores, mask.to_dense()[None], scale=0.25)
 
 
-def test_threads_get_what_one_thread_gets():
-  operands = (*normals(*_SHAPES), AttentionMask.from_cu_seqlens([0, 13, 40], causal=True))
+def _call_in_threads(num_threads: int, seconds: float, dtype: Any = np.float32) -> int:
+  """Returns the number of calls, all of which gave what one thread gets."""
+  operands = (
+    *normals(*_SHAPES, dtype=dtype),
+    AttentionMask.from_cu_seqlens([0, 13, 40], causal=True),
+  )
   programs = [jax.jit(_gradients), jax.jit(_softmax)]
   expected = [jax.device_get(program(*operands)) for program in programs]
-  end, failures, num_calls = time.monotonic() + _SECONDS, [], [0] * _NUM_THREADS
+  end, failures, num_calls = time.monotonic() + seconds, [], [0] * num_threads
 
   def work(number):
     try:
@@ -46,14 +55,20 @@ def test_threads_get_what_one_thread_gets():
     except BaseException as error:
       failures.append(error)
 
-  threads = [threading.Thread(target=work, args=(i,)) for i in range(_NUM_THREADS)]
+  # Daemons: one that hangs does not keep the process.
+  threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(num_threads)]
   for thread in threads:
     thread.start()
   for thread in threads:
-    thread.join(timeout=60)
+    thread.join(timeout=end + 60 - time.monotonic())
   assert not any(thread.is_alive() for thread in threads), "a thread hangs"
   assert not failures, failures[0]
   assert min(num_calls) > 0
+  return sum(num_calls)
+
+
+def test_threads_get_what_one_thread_gets():
+  _call_in_threads(num_threads=8, seconds=5.0)
 
 
 def _resident_bytes() -> int:
@@ -78,3 +93,19 @@ def test_memory_is_flat_over_many_calls():
     call()
   assert step._cache_size() == 1
   assert _resident_bytes() - before < 8 * 2**20
+
+
+def _main() -> None:
+  parser = argparse.ArgumentParser(description="Calls attention and softmax from many threads.")
+  parser.add_argument("--threads", type=int, default=8)
+  parser.add_argument("--seconds", type=float, default=60.0)
+  parser.add_argument(
+    "--dtype", choices=DTYPES, default="bf16", help="a GPU's kernels need 16 bits"
+  )
+  arguments = parser.parse_args()
+  num_calls = _call_in_threads(arguments.threads, arguments.seconds, DTYPES[arguments.dtype])
+  print(f"{num_calls} calls from {arguments.threads} threads, all of them right")
+
+
+if __name__ == "__main__":
+  _main()
