@@ -1,0 +1,110 @@
+"""Small calls of every kind of CUDA kernel, to be run under compute-sanitizer.
+
+XLA_PYTHON_CLIENT_ALLOCATOR=platform \\
+  compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.sanitizer_cases
+
+and likewise with `--tool racecheck`, `--tool synccheck` and `--tool initcheck`. The platform's
+allocator gives every array memory of its own; in a pool, a kernel that reads or writes past its
+array would hit another one, and memcheck would see nothing. `--kernel-regex kns=jax_magi` leaves
+XLA's own kernels out, which is faster; not for initcheck, which has to see them write what ours
+read.
+
+Results are held to the accuracy rule, so that a run that went wrong otherwise does not pass.
+"""
+
+import argparse
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_magi
+from jax_magi import AttentionMask
+from tests.accuracy import check_attention, make_inputs
+from tests.softmax_cases import SoftmaxCase, check_softmax
+
+_UNEVEN = AttentionMask.from_ranges(
+  [[0, 33], [40, 41], [50, 150]], [[0, 70], [3, 9], [60, 161]], [1, 0, 3], q_len=150, k_len=161
+)
+_MASKS = {
+  "causal": AttentionMask.causal(129, 131),
+  "uneven": _UNEVEN,
+  "short_queries": AttentionMask.causal(5, 200),
+  "length_1": AttentionMask.full(1),
+}
+# A pair of head dims for each pair of kernels, and dims that are padded.
+_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24)]
+
+
+def _attention(dims, mask, deterministic, **options):
+  shape = (mask.q_len, mask.k_len, 4, 2, *dims)
+  inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, *shape, num_sinks=0)
+  for is_mask_known in (False, True):
+    check_attention(
+      inputs,
+      mask,
+      "cuda",
+      deterministic=deterministic,
+      is_mask_known=is_mask_known,
+      **options,
+    )
+
+
+def _batch():
+  """One kernel call over a batch, with a mask for each row."""
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.standard_normal((3, 130, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2)
+  )
+  lengths = jnp.array([130, 1, 77], jnp.int32)
+
+  def loss(q, k, v):
+    out = jax_magi.dot_product_attention(
+      q, k, v, is_causal=True, key_value_seq_lengths=lengths, implementation="cuda"
+    )
+    return out.astype(jnp.float32).sum()
+
+  gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+  assert all(jnp.isfinite(g).all() for g in gradients)
+
+
+def _cases():
+  """(name, call) of every case."""
+  for dims in _DIMS:
+    for name, mask in _MASKS.items():
+      for deterministic in (False, True):
+        kind = "-deterministic" if deterministic else ""
+        yield (
+          f"attention-{dims[0]}-{dims[1]}-{name}{kind}",
+          functools.partial(_attention, dims, mask, deterministic),
+        )
+    yield (
+      f"attention-{dims[0]}-{dims[1]}-softcap",
+      functools.partial(_attention, dims, _UNEVEN, False, softcap=3.0),
+    )
+  yield "attention-batch", _batch
+  for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.
+    case = SoftmaxCase(
+      f"softmax-{k_len}", (1, 2, 3, k_len), 0.5, (3, k_len), is_causal=True, has_offset=True
+    )
+    for dtype in ("f32", "bf16"):
+      yield f"{case.name}-{dtype}", functools.partial(check_softmax, case, dtype, "cuda")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--only", default="", help="run the cases whose name contains this")
+  arguments = parser.parse_args()
+  num_cases = 0
+  for name, call in _cases():
+    if arguments.only in name:
+      print(name, file=sys.stderr, flush=True)
+      call()
+      num_cases += 1
+  print(f"{num_cases} cases, all of them right")
+
+
+if __name__ == "__main__":
+  main()
