@@ -30,6 +30,7 @@ from tests.softmax_cases import SoftmaxCase, check_softmax
 
 NUM_SHAPES = 60
 _WAYS_PER_SHAPE = 4
+_MORE_DRAWS = 7
 
 # Both sides of the edges of tiles.
 _LENGTHS = [1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 200]
@@ -154,8 +155,8 @@ class Attention:
       results.append((jax.tree.map(lambda x, i=i: x[i], ours), truth, plain))
     return results
 
-  def check(self, rng: np.random.Generator, number: int) -> None:
-    """Runs one use, and raises AssertionError if it breaks the rule."""
+  def check(self, rng: np.random.Generator, number: int) -> int:
+    """Raises AssertionError if a use breaks the rule. Returns how many draws of data that took."""
     del number
     way = WAYS[self.way]
     # The gradient of a shared sink is not that of a row, unless there is only one.
@@ -169,8 +170,9 @@ class Attention:
       self._judge(draws)
     except AssertionError:
       # Of few numbers, the plain computation may get some right by chance: more draws then tell.
-      draws += [self._draw(rng, data, masks) for _ in range(7)]
+      draws += [self._draw(rng, data, masks) for _ in range(_MORE_DRAWS)]
       self._judge(draws)
+    return len(draws)
 
   def _judge(self, draws):
     for row in zip(*draws, strict=True):
@@ -189,14 +191,16 @@ class Softmax:
   dtype: str
   implementation: str
 
-  def check(self, rng: np.random.Generator, number: int) -> None:
-    """Runs one use, and raises AssertionError if it breaks the rule."""
+  def check(self, rng: np.random.Generator, number: int) -> int:
+    """Raises AssertionError if a use breaks the rule. Returns how many draws of data that took."""
     del rng
     arguments = (self.case, self.dtype, self.implementation)
     try:
       check_softmax(*arguments, first_draw=number)
+      return 1
     except AssertionError:
-      check_softmax(*arguments, num_draws=8, first_draw=number)
+      check_softmax(*arguments, num_draws=1 + _MORE_DRAWS, first_draw=number)
+      return 1 + _MORE_DRAWS
 
 
 def make_programs(seed: int, index: int, implementation: str) -> list[Attention] | list[Softmax]:
@@ -218,12 +222,13 @@ class Outcome:
 
   number: int
   program: str
-  error: str | None
+  num_draws: int = 1
+  error: str | None = None
 
   def __str__(self):
-    return f"use {self.number}: {'FAILED' if self.error else 'ok'}: {self.program}" + (
-      f"\n{self.error}" if self.error else ""
-    )
+    if self.error:
+      return f"use {self.number}: FAILED: {self.program}\n{self.error}"
+    return f"use {self.number}: ok, draws: {self.num_draws}: {self.program}"
 
 
 def run_uses(seed: int, index: int, numbers: Iterable[int], implementation: str) -> list[Outcome]:
@@ -233,12 +238,11 @@ def run_uses(seed: int, index: int, numbers: Iterable[int], implementation: str)
   for number in numbers:
     rng = np.random.default_rng([seed, index, number])
     program = _choose(rng, programs)
-    error = None
     try:
-      program.check(rng, number)
+      outcome = Outcome(number, str(program), program.check(rng, number))
     except Exception:
-      error = traceback.format_exc()
-    outcomes.append(Outcome(number, str(program), error))
+      outcome = Outcome(number, str(program), error=traceback.format_exc())
+    outcomes.append(outcome)
   return outcomes
 
 
@@ -252,9 +256,7 @@ def _outcomes(tasks, num_processes):
   if num_processes == 1:
     yield from map(_run_task, tasks)
     return
-  # They share one GPU, and the cores.
-  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # They share one GPU.
   context = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(num_processes, context) as pool:
     for future in concurrent.futures.as_completed(pool.submit(_run_task, t) for t in tasks):
@@ -275,11 +277,12 @@ def main() -> None:
   for number in numbers:
     by_shape[number % NUM_SHAPES].append(number)
   tasks = [(arguments.seed, i, n, arguments.implementation) for i, n in by_shape.items()]
-  start, num_done, failures = time.monotonic(), 0, []
+  start, num_done, num_redrawn, failures = time.monotonic(), 0, 0, []
   with open(arguments.log or os.devnull, "a", buffering=1) as log:
     print(f"seed {arguments.seed}, {arguments.count} uses, {arguments.implementation}", file=log)
     for outcomes in _outcomes(tasks, arguments.processes):
       num_done += len(outcomes)
+      num_redrawn += sum(o.num_draws > 1 for o in outcomes)
       failures += [o for o in outcomes if o.error]
       for outcome in outcomes:
         print(outcome, file=log)
@@ -287,8 +290,11 @@ def main() -> None:
           print(f"seed {arguments.seed}, {outcome}", flush=True)
       elapsed_s = time.monotonic() - start
       print(f"{num_done} uses, {len(failures)} failed, {elapsed_s:.0f} s", file=sys.stderr)
-  print(f"seed {arguments.seed}: {num_done} uses on {arguments.implementation}, ", end="")
-  print(f"{len(failures)} failed, {time.monotonic() - start:.0f} s")
+  print(
+    f"seed {arguments.seed}: {num_done} uses on {arguments.implementation}, "
+    f"{len(failures)} failed, {num_redrawn} judged by {1 + _MORE_DRAWS} draws of data, "
+    f"{time.monotonic() - start:.0f} s"
+  )
   sys.exit(1 if failures else 0)
 
 
