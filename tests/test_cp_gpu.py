@@ -9,11 +9,10 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
-def _program(overlap_degree, exchange):
-  command = [sys.executable, "-m", "tests.eight_gpus", str(overlap_degree), exchange]
+def _run(overlap_degree, exchange, action):
+  command = [sys.executable, "-m", "tests.eight_gpus", str(overlap_degree), exchange, action]
   done = subprocess.run(command, capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, done.stderr[-3000:]
-  assert re.search(r"rank \d ran", done.stdout), "the rank's kernels did not run"
   return done.stdout
 
 
@@ -24,19 +23,24 @@ def _count(name, text):
 
 @pytest.mark.parametrize("overlap_degree", [0, 1, 2, 4])
 def test_only_needed_rows_move(overlap_degree):
-  text = _program(overlap_degree, "needed")
-  transfers = max(overlap_degree, 1)
+  text = _run(overlap_degree, "needed", "print")
   # Forward, again in the backward pass, and back.
-  assert len(re.findall(r"ragged-all-to-all(?:-start)?\(", text)) == 3 * transfers
+  assert _count("ragged-all-to-all", text) == 3 * max(overlap_degree, 1)
   assert _count("all-gather", text) == 0
   assert _count("all-to-all", text) == 0
-  stages = 1 + overlap_degree
-  assert len(re.findall(r'custom_call_target="jax_magi_attention_forward', text)) == stages
-  assert len(re.findall(r'custom_call_target="jax_magi_attention_backward', text)) == stages
+  for direction in ("forward", "backward"):
+    calls = re.findall(f'custom_call_target="jax_magi_attention_{direction}', text)
+    assert len(calls) == 1 + overlap_degree
 
 
 def test_all_gather_where_everything_is_needed():
-  text = _program(2, "all_gather")
-  assert _count("all-gather", text) == 4
-  assert _count("reduce-scatter", text) == 2
-  assert "ragged-all-to-all" not in text
+  text = _run(2, "all_gather", "print")
+  # XLA may join those of two transfers.
+  assert 2 <= _count("all-gather", text) <= 4
+  assert 1 <= _count("reduce-scatter", text) <= 2
+  assert _count("ragged-all-to-all", text) == 0
+
+
+@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
+def test_a_rank_runs_its_kernels(exchange):
+  assert "ran: [[1024, 8, 128], [1024, 2, 128], [1024, 2, 128]]" in _run(2, exchange, "run")

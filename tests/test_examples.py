@@ -51,6 +51,17 @@ def test_gpt_is_held_at_the_threshold_and_runs_away_without():
   assert histories[True]["loss"][-1] < histories[False]["loss"][-1]
 
 
+def test_gpt_on_many_devices_learns_what_it_learns_on_one():
+  example = _load("context_parallel_gpt")
+  config = example.dataclasses.replace(example.CONFIG, num_steps=16)
+  ranks = example.train(config, dp=2, cp=4, overlap_degree=2)
+  alone = example.train_on_one_device(config)
+  np.testing.assert_allclose(ranks["loss"], alone["loss"], atol=1e-4)
+  np.testing.assert_allclose(ranks["max_logit"], alone["max_logit"], rtol=1e-4)
+  assert max(alone["max_logit"]) > config.threshold, "nothing was clipped"
+  assert ranks["compilations"] <= 3
+
+
 def test_quick_start(tmp_path):
   command = [sys.executable, "examples/quick_start.py", "--out", str(tmp_path)]
   done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)

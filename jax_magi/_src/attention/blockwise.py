@@ -105,7 +105,8 @@ def _group_heads(x, num_kv_heads):
 
 
 def _begins(blocks):
-  return jnp.arange(blocks.shape[0], dtype=np.int32) * blocks.shape[1]
+  # Varying like the rest: JAX's vmap of a cond with a mapped predicate wants operands alike.
+  return vary_like(jnp.arange(blocks.shape[0], dtype=np.int32) * blocks.shape[1], blocks)
 
 
 def _block_mask(slices, q_begin, k_begin, num_rows, num_keys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import with_positive_scale
-from jax_magi._src.context_parallel.key import DistAttnKey, with_capacities
+from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, with_capacities
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
 from jax_magi._src.optim import statistics as optim
 from jax_magi._src.transforms.varying import vary_together
@@ -170,16 +172,19 @@ def context_parallel_attention(
   return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, meta))(*operands)
 
 
-def stack_keys(keys: Sequence[DistAttnKey]) -> DistAttnKey:
+def stack_keys(keys: Sequence[DistAttnKey], capacities: Capacities | None = None) -> DistAttnKey:
   """Keys of equal lengths side by side, for a batch: leaves `[cp_size, batch, ...]`.
 
-  `jax.vmap(..., in_axes=1)` takes one of them for each row. Capacities become those of the largest.
+  `jax.vmap(..., in_axes=1)` takes one of them for each row.
+
+  Args:
+    keys: made with the same arguments, for one mask each.
+    capacities: room for all of them, and perhaps for those of other batches; None is the largest.
   """
   if not keys:
     raise ValueError("keys must hold at least one key")
-  capacities = keys[0].capacities
-  for key in keys[1:]:
-    capacities = capacities | key.capacities
+  if capacities is None:
+    capacities = functools.reduce(operator.or_, (key.capacities for key in keys))
   keys = [with_capacities(key, capacities) for key in keys]
   for i, key in enumerate(keys):
     if key.spec != keys[0].spec:
