@@ -1,4 +1,4 @@
-"""Draws the pictures of masks that the documentation shows: `python docs/make_pictures.py`."""
+"""Draws the documentation's pictures of masks and plans: `python docs/make_pictures.py`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jax_magi import AttentionMask, MaskType
+from jax_magi import AttentionMask, MaskType, magi_attn_varlen_key
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -24,9 +24,40 @@ def _draw(name: str, masks: dict[str, AttentionMask], num_columns: int) -> None:
   figure.savefig(IMAGES / name, dpi=110)
 
 
+def _draw_plan() -> None:
+  """A plan of packed documents on eight ranks."""
+  documents = [0, 1100, 1400, 6000, 6200, 7100, 8192]
+  key = magi_attn_varlen_key(documents, causal=True, cp_size=8, chunk_size=64)
+  axes = key.plot()
+  for end in documents[1:-1]:
+    axes[0].axvline(end, color="black", lw=0.5, ls=":")
+  axes[0].figure.savefig(IMAGES / "context_parallel_plan.png", dpi=110)
+
+
+def _draw_stages() -> None:
+  """What a rank does over time, with three transfers."""
+  figure, ax = plt.subplots(figsize=(9, 2.2), layout="constrained")
+
+  def bar(row, begin, length, text, color):
+    ax.broken_barh([(begin, length)], (row - 0.38, 0.76), facecolors=color, edgecolor="white")
+    ax.text(begin + length / 2, row, text, ha="center", va="center", fontsize=7)
+
+  colors = plt.get_cmap("Pastel1").colors
+  for i in range(3):
+    bar(1, 2.0 * i, 2.0, f"k, v of transfer {i + 1}", colors[1])
+    bar(0, 2.2 + 2.1 * i, 2.0, f"stage {i + 1}", colors[2])
+  bar(0, 0.0, 2.1, "stage 0: own keys", colors[0])
+  bar(0, 8.4, 0.6, "merge", colors[4])
+  ax.set(yticks=[0, 1], yticklabels=["kernels", "links"], xticks=[], xlabel="time, forward pass")
+  ax.set(xlim=(0, 9.1), ylim=(1.6, -0.6))
+  figure.savefig(IMAGES / "context_parallel_stages.png", dpi=110)
+
+
 def main() -> None:
   """Draws all pictures."""
   IMAGES.mkdir(exist_ok=True)
+  _draw_plan()
+  _draw_stages()
   classic = {}
   for mask_type in map(MaskType, range(4)):
     for q_len, k_len in ((8, 12), (12, 8)):
