@@ -139,11 +139,16 @@ class Kernels:
     return self._jitted
 
 
-def measure(cp_sizes: tuple[int, ...]) -> dict[str, Any]:
+def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
+  """Writes what it has after each cell, so that a run that is cut short is not lost."""
+  import jax
+
   kernels = Kernels()
-  cells = []
-  alone = {}
-  for name, make in MASKS.items():
+  cells: list[dict[str, Any]] = []
+  alone: dict[str, Any] = {}
+  data = {"device": jax.devices()[0].device_kind, "alone": alone, "cells": cells}
+  for name in names:
+    make = MASKS[name]
     length = 4 * LOCAL
     mask = make(length)
     slices = mask.pad(_round_up(len(mask.slices))).slices
@@ -158,9 +163,7 @@ def measure(cp_sizes: tuple[int, ...]) -> dict[str, Any]:
         slowest = max(ranks, key=lambda r: np.sum(r["stages"]))
         rates = _rates(slowest["area"], *np.sum(slowest["stages"], axis=0))
         print(f"{name:16s} cp {cp_size:3d} degree {degree}, slowest rank: {rates}", flush=True)
-  import jax
-
-  return {"device": str(jax.devices()[0]), "alone": alone, "cells": cells}
+        path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def _time_rank(kernels: Kernels, key: jax_magi.DistAttnKey, rank: int) -> dict[str, Any]:
@@ -340,11 +343,12 @@ def main(argv: list[str]) -> None:
   parser.add_argument("part", choices=["measure", "predict"])
   parser.add_argument("--json", required=True, help="times of kernels")
   parser.add_argument("--sizes", type=int, nargs="+", default=list(CP_SIZES))
+  parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
   parser.add_argument("--plot")
   parser.add_argument("--markdown")
   options = parser.parse_args(argv)
   if options.part == "measure":
-    Path(options.json).write_text(json.dumps(measure(tuple(options.sizes)), indent=1) + "\n")
+    measure(tuple(options.sizes), options.masks, Path(options.json))
     return
   data = json.loads(Path(options.json).read_text())
   predictions = predict(data)
