@@ -101,6 +101,19 @@ def test_short_tiles_with_packed_heads(group, head_dim):
   check_attention(inputs, AttentionMask.from_cu_seqlens(bounds, causal=True), "cuda")
 
 
+@pytest.mark.parametrize("group", [2, 3, 4, 6, 10])
+def test_long_tiles(group):
+  """Known masks with many keys a query, for which blocks of threads work in clusters.
+
+  There is a tile without keys, and one of few rows, which packs heads: more than are left.
+  """
+  slices = [(0, 128, 0, 8001, -(2**30), 2**30), (288, 320, 100, 7900, -(2**30), 7500)]
+  mask = AttentionMask(np.array(slices, np.int32), 320, 8001)
+  shape = (mask.q_len, mask.k_len, group, 1, 128, 128)
+  inputs = make_inputs(np.random.default_rng(group), DTYPES["bf16"], *shape, 0)
+  check_attention(inputs, mask, "cuda", is_mask_known=True)
+
+
 @pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_empty_sequences(q_len, k_len, deterministic):

@@ -103,6 +103,26 @@ def test_stamps_tell_tilings_apart():
   assert stamps[0] != stamps[2]
 
 
+@pytest.mark.parametrize(
+  ("mask", "is_long"),
+  [
+    (AttentionMask.full(4096), True),
+    (AttentionMask.causal(16384), True),
+    (AttentionMask.full(2048), False),
+    (AttentionMask.causal(4096), False),
+    (AttentionMask.sliding_window(16384, left=1023), False),
+    (AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
+  ],
+  ids=["full_4k", "causal_16k", "full_2k", "causal_4k", "window", "documents"],
+)
+def test_stamps_tell_long_tiles(mask, is_long):
+  """Those for which the forward kernel runs in clusters."""
+  stamp = _needs(mask, is_backward=False).tile_stamp
+  assert stamp >> 24 == is_long
+  assert _needs(mask, is_backward=False, static_slices=None).tile_stamp == stamp % 2**24
+  assert _needs(mask, is_backward=True).tile_stamp >> 24 == 0
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "unknown"])
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 65536])
 def test_parts_of_dk_and_dv_fill_the_gpu(length, name):

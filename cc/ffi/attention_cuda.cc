@@ -23,7 +23,8 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
   if (has_tile_list && !call.shape.shared_slices) {
     return ffi::Error::InvalidArgument(context + ": a tile list is for one slice list");
   }
-  if (has_tile_list && tile_stamp != layout.tiling.stamp()) {
+  const bool has_long_tiles = has_tile_list && (tile_stamp & cuda::kLongTilesStamp) != 0;
+  if (has_tile_list && (tile_stamp & ~cuda::kLongTilesStamp) != layout.tiling.stamp()) {
     return ffi::Error::InvalidArgument(
         context + ": the program has a tile list of another version of jax_magi (stamp " +
         std::to_string(tile_stamp) + ", expected " + std::to_string(layout.tiling.stamp()) +
@@ -33,7 +34,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
   *options = {has_tile_list ? static_cast<const int32_t*>(tile_list.untyped_data()) : nullptr,
-              workspace.untyped_data(), sm_margin, stream};
+              has_long_tiles, workspace.untyped_data(), sm_margin, stream};
   return ffi::Error::Success();
 }
 

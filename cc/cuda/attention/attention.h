@@ -14,7 +14,8 @@ namespace jax_magi::cuda {
 struct LaunchOptions {
   // On the device, as PlanTiles made it for the call's tiling; or null.
   const int32_t* tile_list;
-  void* workspace;  // As many bytes as AttentionNeeds says.
+  bool has_long_tiles;  // As its stamp says; false without a list.
+  void* workspace;      // As many bytes as AttentionNeeds says.
   int sm_margin;
   cudaStream_t stream;
 };

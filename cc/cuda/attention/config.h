@@ -48,10 +48,13 @@ struct ForwardTile<256, 256, kHasSoftcap, false> {
 // A variant of its own stores a float32 output: with a branch for it in the epilogue, ptxas
 // schedules the main loop of some others 2% slower.
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
-          bool kIsSmall = false, bool kIsOutFloat_ = false>
+          bool kIsSmall = false, bool kIsOutFloat_ = false, int kClusterSize_ = 1>
 struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall> {
   using Element = Element_;
   static constexpr bool kIsOutFloat = kIsOutFloat_;
+  // Blocks of threads that work on the same rows of several query heads of a kv head, and load a
+  // part of its keys and values each, for all of them: a panel.
+  static constexpr int kClusterSize = kClusterSize_;
   using Tile = ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall>;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;  // The code for it would cost all registers.
@@ -67,6 +70,8 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall
                                                                      : 232;
 
   static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "a swizzled panel is 64 wide");
+  static_assert(kClusterSize == 1 || (kHeadDim == 64 * kClusterSize && kValueDim == kHeadDim),
+                "each block of threads of a cluster loads a panel");
   static_assert(Tile::kBlockN % 16 == 0 && Tile::kBlockN <= 256, "wgmma's N, and TMA's box");
   static_assert(Tile::kNumConsumers == 2 || Tile::kNumConsumers == 3, "as setmaxnreg shares them");
 };

@@ -3,8 +3,8 @@
 //
 // One producer warp walks the slices and streams key tiles ("blocks") through a ring of shared
 // memory, each with what the mask hides in it; consumer warpgroups hold 64 query rows each, and
-// know nothing of slices. Nothing is shared between blocks of threads but a work counter, so the
-// result is deterministic.
+// know nothing of slices. Blocks of threads share nothing but a work counter and, in a cluster, the
+// loads of keys and values, so the result is deterministic.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
@@ -59,11 +59,14 @@ struct ForwardShared {
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];
   TileInfo tile[kQStages];
-  WorkItem item;  // The producer's own.
+  WorkItem item;       // The producer's own.
+  uint32_t next_work;  // From the cluster's first block of threads to the others.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
+  // Of next_work: the cluster's first producer arrives, and the second waits; and the other way.
+  uint64_t work_full, work_empty;
 };
 
 // --- Producer: one warp ---
@@ -71,6 +74,7 @@ struct ForwardShared {
 template <typename Config>
 struct Producer {
   using Shared = ForwardShared<Config>;
+  static constexpr int kClusterSize = Config::kClusterSize;
   const ForwardParams& params;
   Shared& shared;
   int lane;
@@ -79,7 +83,13 @@ struct Producer {
   RingPosition<Config::kQStages> q_ring;
 
   __device__ __forceinline__ void Run() {
-    ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    if constexpr (kClusterSize == 1) {
+      ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    } else {
+      ForEachWork(
+          params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
+          [&] { NextWork(); });
+    }
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
       shared.tile[q_ring.stage].num_blocks = -1;
@@ -87,11 +97,41 @@ struct Producer {
     }
   }
 
+  // Sets the number of the cluster's next work. Its blocks of threads do the same in the same
+  // order, as they wait for each other's keys.
+  __device__ __forceinline__ void NextWork() {
+    const uint32_t phase = shared.item.num_done % 2;
+    __syncwarp();
+    // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
+    if (ClusterRank() == 0) {
+      WaitForCluster(&shared.work_empty, phase ^ 1);
+      if (lane == 0) {
+        shared.item.number =
+            gridDim.x / kClusterSize + atomicAdd(&params.work.counter->next_work, 1);
+        StoreAt(&shared.next_work, 1, shared.item.number);
+        ArriveAt(&shared.work_full, 1);
+      }
+    } else {
+      WaitForCluster(&shared.work_full, phase);
+      if (lane == 0) {
+        shared.item.number = *const_cast<const volatile uint32_t*>(&shared.next_work);
+        ArriveAt(&shared.work_empty, 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int Rank() const {
+    if constexpr (kClusterSize == 1) return 0;
+    return ClusterRank();
+  }
+
   __device__ __forceinline__ void LoadTile() {
     const int more = MorePacked(), log2_pack = params.log2_pack + more;
-    const int in_group = (shared.item.pack % params.packs_per_kv_head) << params.log2_pack;
+    // The first of the cluster's heads.
+    const int first = (shared.item.pack % params.packs_per_kv_head * kClusterSize)
+                      << params.log2_pack;
     __syncwarp();
-    if (lane == 0 && in_group % (1 << log2_pack) != 0) {  // Packed with heads before these.
+    if (lane == 0 && first % (kClusterSize << log2_pack) != 0) {  // Packed with heads before these.
       // It is not left out here, as any other path through this function makes ptxas schedule the
       // consumers' loop badly.
       shared.item.tile.num_rows = shared.item.tile.num_blocks = shared.item.tile.slice_end = 0;
@@ -102,7 +142,10 @@ struct Producer {
     q_ring.Advance();
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
-      const int head = KvHead() * params.group + in_group;
+      const int in_group = first + (Rank() << log2_pack);
+      // In a cluster there may be none left: it then works in vain, for its part of the keys.
+      const int head = KvHead() * params.group +
+                       (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
       const int num_heads = Min(1 << log2_pack, params.group - in_group);
       shared.tile[stage] = {tile.batch, head,          num_heads,      log2_pack,
                             tile.begin, tile.num_rows, tile.num_blocks};
@@ -122,7 +165,8 @@ struct Producer {
 
   // How far the tile's log2_pack is above that of one with all rows.
   __device__ __forceinline__ int MorePacked() const {
-    const int most = Log2Pack<Config>(shared.item.tile.num_rows, params.group) - params.log2_pack;
+    const int most =
+        Log2Pack<Config>(shared.item.tile.num_rows, params.group / kClusterSize) - params.log2_pack;
     return Min(most, ForwardParams::kNumPacks - 1);
   }
 
@@ -156,11 +200,7 @@ struct Producer {
       const bool is_clean = IsClean(slice, tile, begin, Config::kBlockN);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
-#pragma unroll
-      for (int d = 0; d < Config::kHeadDim; d += 64) {
-        LoadBox(&params.k_map, &shared.k_full[stage], shared.k[stage] + d * Config::kBlockN, d,
-                KvHead(), begin, tile.batch);
-      }
+      LoadPanels<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);
     }
     k_ring.Advance();
   }
@@ -170,13 +210,25 @@ struct Producer {
     Wait(&shared.v_empty[stage], v_ring.phase ^ 1);
     if (lane == 0) {
       ArriveExpectBytes(&shared.v_full[stage], sizeof(shared.v[stage]));
-#pragma unroll
-      for (int d = 0; d < Config::kValueDim; d += 64) {
-        LoadBox(&params.v_map, &shared.v_full[stage], shared.v[stage] + d * Config::kBlockN, d,
-                KvHead(), row, shared.item.tile.batch);
-      }
+      LoadPanels<Config::kValueDim>(params.v_map, &shared.v_full[stage], shared.v[stage], row);
     }
     v_ring.Advance();
+  }
+
+  // A block of keys or values. In a cluster, each block of threads loads a panel for all.
+  template <int kDim>
+  __device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* barrier,
+                                             typename Config::Element* dst, int row) {
+    if constexpr (kClusterSize == 1) {
+#pragma unroll
+      for (int d = 0; d < kDim; d += 64) {
+        LoadBox(&map, barrier, dst + d * Config::kBlockN, d, KvHead(), row, shared.item.tile.batch);
+      }
+    } else {
+      const int d = 64 * Rank();
+      LoadBoxForRanks(&map, barrier, dst + d * Config::kBlockN, (1 << kClusterSize) - 1, d,
+                      KvHead(), row, shared.item.tile.batch);
+    }
   }
 };
 
@@ -298,14 +350,14 @@ struct Consumer {
     constexpr uint32_t kPanel = 64 * sizeof(Element);
     FenceRegisters(scores);
     FenceWgmma();
-    const uint64_t keys = RowDescriptor(shared.k[k_ring.stage]);
+    const uint64_t keys = RowDescriptor<Config::kClusterSize>(shared.k[k_ring.stage]);
     if constexpr (Config::kQInRegisters) {
       MultiplyRegisterRowsKeys<Element, kBlockN, Config::kHeadDim>(q, keys, kBlockN * kPanel,
                                                                    scores);
     } else {
       MultiplyRowsKeys<Element, kBlockN, Config::kHeadDim>(
-          RowDescriptor(shared.q[q_ring.stage] + warpgroup * 64 * 64), Config::kBlockM * kPanel,
-          keys, kBlockN * kPanel, scores);
+          RowDescriptor<Config::kClusterSize>(shared.q[q_ring.stage] + warpgroup * 64 * 64),
+          Config::kBlockM * kPanel, keys, kBlockN * kPanel, scores);
     }
     CommitWgmma();
   }
@@ -314,7 +366,10 @@ struct Consumer {
     FenceRegisters(acc);
     FenceWgmma();
     MultiplyProbabilitiesValues<Element, kBlockN, Config::kValueDim>(
-        p, ColumnDescriptor(shared.v[v_ring.stage], kBlockN * 64 * sizeof(Element)), acc);
+        p,
+        ColumnDescriptor<Config::kClusterSize>(shared.v[v_ring.stage],
+                                               kBlockN * 64 * sizeof(Element)),
+        acc);
     CommitWgmma();
   }
 
@@ -331,13 +386,13 @@ struct Consumer {
                            tile.begin + (PackedRow(1) >> tile.log2_pack)};
       HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
-    ArriveByWarp(&shared.k_empty[k_ring.stage], thread);
+    ArriveByWarpAtAll<Config::kClusterSize>(&shared.k_empty[k_ring.stage], thread);
     k_ring.Advance();
   }
 
   __device__ __forceinline__ void FinishValues() {
     FenceRegisters(acc);
-    ArriveByWarp(&shared.v_empty[v_ring.stage], thread);
+    ArriveByWarpAtAll<Config::kClusterSize>(&shared.v_empty[v_ring.stage], thread);
     v_ring.Advance();
   }
 
@@ -413,6 +468,13 @@ struct Consumer {
   }
 };
 
+// Until no other block of threads needs this one's shared memory. In each role for itself: behind
+// both, it makes ptxas schedule the consumers' loop badly.
+template <typename Config>
+__device__ __forceinline__ void WaitForClusterToEnd() {
+  if constexpr (Config::kClusterSize > 1) ClusterSync();
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     ForwardKernel(const __grid_constant__ ForwardParams params) {
@@ -425,21 +487,32 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     PrefetchTensorMap(&params.v_map);
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitRing(shared.q_full, shared.q_empty, 1, kConsumers);
-    InitRing(shared.k_full, shared.k_empty, 1, kConsumers / 32);
-    InitRing(shared.v_full, shared.v_empty, 1, kConsumers / 32);
+    // Keys and values are written by all of the cluster, and given back to all.
+    InitRing(shared.k_full, shared.k_empty, 1, Config::kClusterSize * kConsumers / 32);
+    InitRing(shared.v_full, shared.v_empty, 1, Config::kClusterSize * kConsumers / 32);
+    InitBarrier(&shared.work_full, 1);
+    InitBarrier(&shared.work_empty, 1);
     FenceBarrierInit();
   }
-  __syncthreads();
+  if constexpr (Config::kClusterSize == 1) {
+    __syncthreads();
+  } else {
+    ClusterSync();  // Others arrive at these barriers, too.
+  }
 
   if (thread < kWarpgroup) {
     GiveRegisters<Config::kProducerRegisters>();
-    if (thread < 32) Producer<Config>{params, shared, thread}.Run();
+    if (thread < 32) {
+      Producer<Config>{params, shared, thread}.Run();
+      WaitForClusterToEnd<Config>();
+    }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();
     // By a shuffle: the compiler then knows that it is the same for a whole warp.
     const int warpgroup = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
     Consumer<Config> consumer{params, shared, warpgroup, thread % kWarpgroup};
     consumer.Run();
+    WaitForClusterToEnd<Config>();
   }
 }
 

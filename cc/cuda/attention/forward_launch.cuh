@@ -34,7 +34,8 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const Tiling tiling = ConfigTiling<Config>(shape);
   const int group = static_cast<int>(shape.group());
   const int log2_pack = Log2Pack<Config>(tiling.num_rows, group), pack = 1 << log2_pack;
-  const int packs_per_kv_head = CeilDiv(group, pack);
+  // A cluster takes one for each of its blocks of threads at once.
+  const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
   const bool has_tile_list = options.tile_list != nullptr;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTileList(shape, tiling, args.slices, has_tile_list,
@@ -54,7 +55,10 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
                                    {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
                                     Config::kBlockN, 1, &params.v_map}}));
   for (int more = 0; more < ForwardParams::kNumPacks; ++more) {
-    if (Log2Pack<Config>(tiling.num_rows >> more, group) < log2_pack + more) break;
+    if (Log2Pack<Config>(tiling.num_rows >> more, group / Config::kClusterSize) <
+        log2_pack + more) {
+      break;
+    }
     JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
         shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads, shape.head_dim,
                        tiling.num_rows >> more, pack << more, &params.q_map[more]}}));
@@ -74,7 +78,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
 
   constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
-  return LaunchPersistent<ForwardKernel<Config>>(
+  return LaunchPersistent<ForwardKernel<Config>, Config::kClusterSize>(
       params, Config::kNumThreads, kSharedBytes,
       MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
 }
@@ -86,39 +90,51 @@ inline bool PrefersSmallTiles(const AttentionShape& shape) {
   return 3 * num_tiles(128) <= 4 * num_tiles(192);  // A small one takes about 3/4 of the time.
 }
 
-// Calls use() with the configuration for the call.
+// Calls use() with the configuration for the call. Long tiles change nothing of its tiling.
 template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, bool kIsOutFloat,
           typename Use>
-auto WithTileFor(const AttentionShape& shape, Use use) {
+auto WithTileFor(const AttentionShape& shape, bool has_long_tiles, Use use) {
   if constexpr (kHeadDim == 64) {
     using Small =
         ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true, kIsOutFloat>;
     if (PrefersSmallTiles(shape)) return use(Small());
   }
+  // With float16 it was not tried.
+  if constexpr (kHeadDim == 128 && kValueDim == 128 && !kHasSoftcap &&
+                std::is_same_v<Element, cutlass::bfloat16_t>) {
+    using Cluster = ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/false,
+                                  kIsOutFloat, /*kClusterSize=*/2>;
+    const bool has_pairs = shape.num_kv_heads > 0 && shape.group() % 2 == 0;
+    if (has_long_tiles && has_pairs && shape.q_len >= Cluster::kBlockM) return use(Cluster());
+  }
   return use(
       ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/false, kIsOutFloat>());
 }
 template <int kHeadDim, int kValueDim, typename Element, bool kIsOutFloat, typename Use>
-auto WithConfig(const AttentionShape& shape, bool has_softcap, Use use) {
-  return has_softcap ? WithTileFor<kHeadDim, kValueDim, Element, true, kIsOutFloat>(shape, use)
-                     : WithTileFor<kHeadDim, kValueDim, Element, false, kIsOutFloat>(shape, use);
+auto WithConfig(const AttentionShape& shape, bool has_softcap, bool has_long_tiles, Use use) {
+  return has_softcap ? WithTileFor<kHeadDim, kValueDim, Element, true, kIsOutFloat>(
+                           shape, has_long_tiles, use)
+                     : WithTileFor<kHeadDim, kValueDim, Element, false, kIsOutFloat>(
+                           shape, has_long_tiles, use);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
 Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
                                                             const LaunchOptions& options) {
   const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
-  const bool has_softcap = args.params.softcap != 0.0f;
-  return args.out_dtype == DType::kF32
-             ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, launch)
-             : WithConfig<kHeadDim, kValueDim, Element, false>(args.shape, has_softcap, launch);
+  const bool has_softcap = args.params.softcap != 0.0f, is_long = options.has_long_tiles;
+  return args.out_dtype == DType::kF32 ? WithConfig<kHeadDim, kValueDim, Element, true>(
+                                             args.shape, has_softcap, is_long, launch)
+                                       : WithConfig<kHeadDim, kValueDim, Element, false>(
+                                             args.shape, has_softcap, is_long, launch);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
 Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
                                                               bool has_softcap) {
   return WithConfig<kHeadDim, kValueDim, Element, /*kIsOutFloat=*/false>(
-      shape, has_softcap, [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
+      shape, has_softcap, /*has_long_tiles=*/false,
+      [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
 }
 
 }  // namespace jax_magi::cuda

@@ -71,6 +71,64 @@ __device__ __forceinline__ bool IsDone(uint64_t* barrier, uint32_t phase) {
   return done;
 }
 
+// --- Clusters of blocks of threads ---
+
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Until all threads of the cluster that have not ended come here.
+__device__ __forceinline__ void ClusterSync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// What lies in another block's shared memory where `pointer` does in this one's.
+__device__ __forceinline__ uint32_t AddressAt(const void* pointer, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(SharedAddress(pointer)), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ void StoreAt(uint32_t* pointer, uint32_t rank, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(AddressAt(pointer, rank)), "r"(value)
+               : "memory");
+}
+
+// What this thread has written can be read by whoever waits there with WaitForCluster.
+__device__ __forceinline__ void ArriveAt(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(AddressAt(barrier, rank))
+      : "memory");
+}
+
+// Says no more than that this thread's products have read shared memory: it does not order writes
+// for others, as that would take a fence.
+__device__ __forceinline__ void ArriveUnorderedAt(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(AddressAt(barrier, rank))
+               : "memory");
+}
+
+__device__ __forceinline__ void WaitForCluster(uint64_t* barrier, uint32_t phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
 // --- Kernels that start before the one they depend on has ended ---
 
 // Lets the next kernel come up, if it was launched so, while this one ends.
@@ -108,6 +166,17 @@ __device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrie
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(SharedAddress(dst)),
       "l"(map), "r"(SharedAddress(barrier)), "r"(dim), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+
+// The same, to the same place in each block of threads of the cluster whose bit is set in `ranks`.
+__device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t* barrier,
+                                                void* dst, uint16_t ranks, int dim, int head,
+                                                int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(SharedAddress(dst)),
+      "l"(map), "r"(SharedAddress(barrier)), "h"(ranks), "r"(dim), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
 
@@ -201,15 +270,27 @@ __device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
 constexpr uint64_t kAtomOffset = 1024 / 16;
 constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
 
+// An address as descriptors hold it. In a cluster, the addresses of a block of threads have its
+// rank in bits 24 and up, which would end up in the distance of panels. Elsewhere there is none,
+// and ptxas schedules kernels as they were tuned.
+template <int kClusterSize>
+__device__ __forceinline__ uint32_t DescriptorAddress(const void* tile) {
+  const uint32_t address = SharedAddress(tile);
+  return (kClusterSize == 1 ? address : address & 0x3ffff) >> 4;
+}
+
 // For an operand contiguous along the contraction: q and k.
+template <int kClusterSize = 1>
 __device__ __forceinline__ uint64_t RowDescriptor(const void* tile) {
-  return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{1} << 16) | (SharedAddress(tile) >> 4);
+  return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{1} << 16) |
+         DescriptorAddress<kClusterSize>(tile);
 }
 
 // For an operand contiguous across the contraction: v, whose panels lie `panel_bytes` apart.
+template <int kClusterSize = 1>
 __device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t panel_bytes) {
   return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{panel_bytes / 16} << 16) |
-         (SharedAddress(tile) >> 4);
+         DescriptorAddress<kClusterSize>(tile);
 }
 
 // A descriptor `offset` units further on. Addresses are in the lower half, and never leave it.

@@ -57,15 +57,16 @@ Status SetUpKernel(size_t shared_bytes, int* num_sms) {
 }
 
 // Launches a persistent kernel that may come up before the one that prepares its work has ended.
-template <auto kKernel, typename Params>
+template <auto kKernel, int kClusterSize = 1, typename Params>
 Status LaunchPersistent(const Params& params, int num_threads, size_t shared_bytes,
                         int64_t max_work, const LaunchOptions& options) {
   int num_sms;
   JAX_MAGI_RETURN_IF_BAD(SetUpKernel<kKernel>(shared_bytes, &num_sms));
-  const int num_blocks = static_cast<int>(
-      std::clamp<int64_t>(num_sms - options.sm_margin, 1, std::max<int64_t>(max_work, 1)));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      LaunchEarly(kKernel, num_blocks, num_threads, shared_bytes, options.stream, params));
+  const int num_clusters = static_cast<int>(std::clamp<int64_t>(
+      (num_sms - options.sm_margin) / kClusterSize, 1, std::max<int64_t>(max_work, 1)));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarlyInClusters(kClusterSize, kKernel,
+                                                      num_clusters * kClusterSize, num_threads,
+                                                      shared_bytes, options.stream, params));
   return {};
 }
 

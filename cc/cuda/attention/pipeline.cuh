@@ -51,6 +51,17 @@ __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
   if (thread % 32 == 0) Arrive(barrier);
 }
 
+// One thread arrives for its warp at the barrier of each block of threads of its cluster.
+template <int kClusterSize>
+__device__ __forceinline__ void ArriveByWarpAtAll(uint64_t* barrier, int thread) {
+  if constexpr (kClusterSize == 1) {
+    ArriveByWarp(barrier, thread);
+  } else {
+    __syncwarp();
+    if (thread % 32 < kClusterSize) ArriveUnorderedAt(barrier, thread % 32);
+  }
+}
+
 // One thread of the warp reads, and tells the others: it may then arrive for them.
 template <typename T>
 __device__ __forceinline__ T LoadByWarp(const T& source) {
@@ -89,13 +100,14 @@ struct WorkItem {
   uint32_t num_done;              // Tiles before this one.
 };
 
-// Calls load() for the work of this block of threads, which it finds in `item`. For one warp.
-template <typename Load>
+// Calls load() for the work of this block of threads, which it finds in `item`: number `first`,
+// then what next() sets. For one warp.
+template <typename Load, typename Next>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
-                                            Load load) {
+                                            uint32_t first, Load load, Next next) {
   if (!params.is_ready) WaitForPreviousKernel();
   if (lane == 0) {
-    item.number = blockIdx.x;
+    item.number = first;
     item.num_done = 0;
   }
   __syncwarp();
@@ -119,13 +131,20 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
     load();
     WaitForPreviousKernel();  // It resets the counter.
     // Consumers are a few blocks behind: there is time for the trip to memory.
-    if (lane == 0) {
-      item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
-      ++item.num_done;
-    }
+    next();
+    if (lane == 0) ++item.num_done;
     __syncwarp();
   }
   LetNextKernelStart();
+}
+
+// The same, where each block of threads works for itself.
+template <typename Load>
+__device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
+                                            Load load) {
+  ForEachWork(params, lane, item, blockIdx.x, load, [&] {
+    if (lane == 0) item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
+  });
 }
 
 // Slice `i` of the tile's list.

@@ -51,6 +51,8 @@ struct Tiling {
     return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + num_columns;
   }
 };
+// Added to the stamp of a list with HasLongTiles: the host does not read lists when it launches.
+constexpr int32_t kLongTilesStamp = 1 << 24;
 
 inline int NumRows(const AttentionShape& shape, const Tiling& tiling) {
   return static_cast<int>(tiling.by_keys ? shape.k_len : shape.q_len);

@@ -201,16 +201,20 @@ def _on_backend(
   config: AttentionConfig, call: _Call, backend: Backend, kernel: Callable
 ) -> Callable:
   # The tile list is one for all, and made before the batch and heads are split.
-  split = keep_batch_and_heads(kernel, [*call.operands, "t"], list(call.results))
+  def split(operands, tile_list, **options):
+    fun = keep_batch_and_heads(
+      functools.partial(kernel, **options), [*call.operands, "t"], list(call.results)
+    )
+    return fun(*operands, tile_list)
 
   def fun(*operands):
     if config.static_slices is None or operands[call.slices_index].shape[0] != 1:
-      return split(*operands, np.zeros(0, np.int32))
+      return split(operands, np.zeros(0, np.int32))
     known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
     candidates = [known]
     if not call.is_backward and (grouped := grouped_by_keys(known)) is not known:
       candidates.append(grouped)
-    slices, tile_list = native.plan_tiles(
+    slices, plan = native.plan_tiles(
       backend,
       *operands[:3],
       candidates,
@@ -221,6 +225,7 @@ def _on_backend(
     if slices is not known:
       before, after = operands[: call.slices_index], operands[call.slices_index + 1 :]
       operands = (*before, jnp.asarray(slices)[None], *after)
-    return split(*operands, tile_list)
+    options = {} if call.is_backward else {"tile_stamp": plan.tile_stamp}
+    return split(operands, np.frombuffer(plan.tile_list, np.int32), **options)
 
   return fun

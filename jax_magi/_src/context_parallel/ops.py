@@ -88,7 +88,8 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   row_delta = ops.delta(out, lse, dout, dlse)
   dsink = -jnp.sum(ops.sink_probability(sink[None], lse[None])[0] * row_delta, axis=0)
   # Behind a barrier, or XLA would keep what the forward pass fetched, instead of fetching it anew.
-  stages = kept or _stages(config, *lax.optimization_barrier((k, v, dout))[:2], key)
+  k, v, dout = lax.optimization_barrier((k, v, dout))
+  stages = kept or _stages(config, k, v, key)
   transfers = transfers_of(key, config.axis_name)
   dq, dk_dv = [], []
   for number, (stage_k, stage_v) in enumerate(stages):

@@ -35,7 +35,7 @@ def plan_tiles(
   softcap: float,
   is_backward: bool,
   deterministic: bool,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, Any]:
   """What the kernels derive from a mask that is known when the call is traced.
 
   Args:
@@ -49,9 +49,9 @@ def plan_tiles(
     deterministic: as in `backward`.
 
   Returns:
-    The slices that the kernels take the least time for, and their tile list. It serves any batch
-    that shares them, and any number of kv heads. It may be empty: then the device makes it in each
-    call.
+    The slices that the kernels take the least time for, and what these need. Their `tile_list`
+    serves any batch that shares them, and any number of kv heads. It may be empty: then the device
+    makes it in each call.
   """
   plans = [
     (
@@ -70,8 +70,7 @@ def plan_tiles(
     )
     for slices in candidates
   ]
-  slices, needs = min(plans, key=lambda plan: plan[1].tile_cost)
-  return slices, np.frombuffer(needs.tile_list, np.int32)
+  return min(plans, key=lambda plan: plan[1].tile_cost)
 
 
 def _needs(
@@ -113,8 +112,12 @@ def forward(
   softcap: float,
   sm_margin: int,
   out_dtype: Any,
+  tile_stamp: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns out in `out_dtype`, which is q's or float32; lse and max_logits."""
+  """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
+
+  `tile_stamp` is that of the plan that the tile list is from.
+  """
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
   batch, q_len, num_q_heads, _ = q.shape
@@ -131,7 +134,7 @@ def forward(
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
-    tile_stamp=np.int32(needs.tile_stamp),
+    tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
   )
   return out[..., :value_dim], lse, max_logits
 
