@@ -274,6 +274,31 @@ def transfer_times(key: jax_magi.DistAttnKey) -> np.ndarray:
   return np.maximum(*times) + LATENCY  # Both kinds of link at once.
 
 
+def network_rows(key: jax_magi.DistAttnKey) -> tuple[float, float]:
+  """Rows that a rank gets from other nodes, on average: as it is, and if nodes got each once."""
+  spec = key.spec
+  node = np.arange(spec.cp_size) // NODE
+  length = spec.cp_size * spec.k_local
+  chunks = np.asarray(key.k_chunks)
+  total = 0
+  arrived = np.zeros((node[-1] + 1, length), bool)
+  for rank in range(spec.cp_size):
+    for transfer in range(spec.num_transfers):
+      sizes = np.asarray(key.pairs)[rank, transfer, 0]
+      runs = np.asarray(key.send_runs)[rank, transfer]
+      runs = runs[runs[:, 0] < sizes.sum()]
+      lengths = np.diff(runs[:, 0], append=sizes.sum())
+      rows = np.repeat(runs[:, 1] - runs[:, 0], lengths) + np.arange(sizes.sum())
+      receiver = node[np.repeat(np.arange(spec.cp_size), sizes)]
+      is_far = receiver != node[rank]
+      tokens = (
+        chunks[rank][rows // spec.k_chunk_size] * spec.k_chunk_size + rows % spec.k_chunk_size
+      )
+      arrived[receiver[is_far], tokens[is_far]] = True
+      total += int(is_far.sum())
+  return total / spec.cp_size, arrived.sum() / spec.cp_size
+
+
 def simulate_forward(compute: np.ndarray, cast: np.ndarray) -> float:
   """Seconds until the last call has ended; transfers follow each other on the link."""
   now = compute[0]
@@ -356,6 +381,10 @@ def main(argv: list[str]) -> None:
   print(text)
   if options.markdown:
     Path(options.markdown).write_text(text)
+  for name in ("varlen full", "varlen causal"):
+    for cp_size in (n for n in options.sizes if n > NODE):
+      flat, once = network_rows(make_key(name, cp_size, 1))
+      print(f"{name}, {cp_size} ranks: {flat:.0f} rows from other nodes, once a node {once:.0f}")
   if options.plot:
     plot(predictions, options.plot)
 
