@@ -1,0 +1,173 @@
+// The forward kernel's producer: one warp that walks slices and streams key tiles.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_PRODUCER_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_FORWARD_PRODUCER_CUH_
+
+#include "cc/cuda/attention/forward_tile.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+struct Producer {
+  using Shared = ForwardShared<Config>;
+  static constexpr int kClusterSize = Config::kClusterSize;
+  const ForwardParams& params;
+  Shared& shared;
+  int lane;
+  RingPosition<Config::kKStages> k_ring;
+  RingPosition<Config::kVStages> v_ring;
+  RingPosition<Config::kQStages> q_ring;
+
+  __device__ __forceinline__ void Run() {
+    if constexpr (kClusterSize == 1) {
+      ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    } else {
+      ForEachWork(
+          params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
+          [&] { NextWork(); });
+    }
+    Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
+    if (lane == 0) {
+      shared.tile[q_ring.stage].num_blocks = -1;
+      Arrive(&shared.q_full[q_ring.stage]);
+    }
+  }
+
+  // Sets the number of the cluster's next work. Its blocks of threads do the same in the same
+  // order, as they wait for each other's keys.
+  __device__ __forceinline__ void NextWork() {
+    const uint32_t phase = shared.item.num_done % 2;
+    __syncwarp();
+    // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
+    if (ClusterRank() == 0) {
+      WaitForCluster(&shared.work_empty, phase ^ 1);
+      if (lane == 0) {
+        shared.item.number =
+            gridDim.x / kClusterSize + atomicAdd(&params.work.counter->next_work, 1);
+        StoreAt(&shared.next_work, 1, shared.item.number);
+        ArriveAt(&shared.work_full, 1);
+      }
+    } else {
+      WaitForCluster(&shared.work_full, phase);
+      if (lane == 0) {
+        shared.item.number = *const_cast<const volatile uint32_t*>(&shared.next_work);
+        ArriveAt(&shared.work_empty, 0);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int Rank() const {
+    if constexpr (kClusterSize == 1) return 0;
+    return ClusterRank();
+  }
+
+  __device__ __forceinline__ void LoadTile() {
+    const int more = MorePacked(), log2_pack = params.log2_pack + more;
+    // The first of the cluster's heads.
+    const int first = (shared.item.pack % params.packs_per_kv_head * kClusterSize)
+                      << params.log2_pack;
+    __syncwarp();
+    if (lane == 0 && first % (kClusterSize << log2_pack) != 0) {  // Packed with heads before these.
+      // It is not left out here, as any other path through this function makes ptxas schedule the
+      // consumers' loop badly.
+      shared.item.tile.num_rows = shared.item.tile.num_blocks = shared.item.tile.slice_end = 0;
+    }
+    __syncwarp();
+    const int stage = q_ring.stage;
+    Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
+    q_ring.Advance();
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      const int in_group = first + (Rank() << log2_pack);
+      // In a cluster there may be none left: it then works in vain, for its part of the keys.
+      const int head = KvHead() * params.group +
+                       (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
+      const int num_heads = Min(1 << log2_pack, params.group - in_group);
+      shared.tile[stage] = {tile.batch, head,          num_heads,      log2_pack,
+                            tile.begin, tile.num_rows, tile.num_blocks};
+      if (tile.num_blocks > 0) {
+        ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
+#pragma unroll
+        for (int d = 0; d < Config::kHeadDim; d += 64) {
+          LoadBox(&params.q_map[more], &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM,
+                  d, head, tile.begin, tile.batch);
+        }
+      } else {
+        Arrive(&shared.q_full[stage]);
+      }
+    }
+    LoadBlocks();
+  }
+
+  // How far the tile's log2_pack is above that of one with all rows.
+  __device__ __forceinline__ int MorePacked() const {
+    const int most =
+        Log2Pack<Config>(shared.item.tile.num_rows, params.group / kClusterSize) - params.log2_pack;
+    return Min(most, ForwardParams::kNumPacks - 1);
+  }
+
+  __device__ __forceinline__ int KvHead() const {
+    return shared.item.pack / params.packs_per_kv_head;
+  }
+
+  __device__ __forceinline__ void LoadBlocks() {
+    const Tile& tile = shared.item.tile;
+    int remaining = tile.num_blocks;
+    int v_row = 0;  // v follows k by one block: scores come first.
+    ForEachSlice</*kByKeys=*/false>(params.work, tile, lane, [&](int slice, Range keys) {
+      // From right to left, so that under a causal mask the diagonal comes first.
+      for (; keys.begin < keys.end; keys.end -= Config::kBlockN) {
+        const bool is_first = remaining == tile.num_blocks;
+        --remaining;
+        LoadKeys(slice, keys.end - Config::kBlockN, remaining == 0);
+        if (!is_first) LoadValues(v_row);
+        v_row = keys.end - Config::kBlockN;
+      }
+    });
+    if (tile.num_blocks > 0) LoadValues(v_row);
+  }
+
+  __device__ __forceinline__ void LoadKeys(int slice_index, int begin, bool is_last) {
+    const int stage = k_ring.stage;
+    Wait(&shared.k_empty[stage], k_ring.phase ^ 1);
+    if (lane == 0) {
+      const Tile& tile = shared.item.tile;
+      const Slice slice = LoadTileSlice</*kByKeys=*/false>(params.work, tile, slice_index);
+      const bool is_clean = IsClean(slice, tile, begin, Config::kBlockN);
+      shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
+      ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
+      LoadPanels<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);
+    }
+    k_ring.Advance();
+  }
+
+  __device__ __forceinline__ void LoadValues(int row) {
+    const int stage = v_ring.stage;
+    Wait(&shared.v_empty[stage], v_ring.phase ^ 1);
+    if (lane == 0) {
+      ArriveExpectBytes(&shared.v_full[stage], sizeof(shared.v[stage]));
+      LoadPanels<Config::kValueDim>(params.v_map, &shared.v_full[stage], shared.v[stage], row);
+    }
+    v_ring.Advance();
+  }
+
+  // A block of keys or values. In a cluster, each block of threads loads a panel for all.
+  template <int kDim>
+  __device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* barrier,
+                                             typename Config::Element* dst, int row) {
+    if constexpr (kClusterSize == 1) {
+#pragma unroll
+      for (int d = 0; d < kDim; d += 64) {
+        LoadBox(&map, barrier, dst + d * Config::kBlockN, d, KvHead(), row, shared.item.tile.batch);
+      }
+    } else {
+      const int d = 64 * Rank();
+      LoadBoxForRanks(&map, barrier, dst + d * Config::kBlockN, (1 << kClusterSize) - 1, d,
+                      KvHead(), row, shared.item.tile.batch);
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_FORWARD_PRODUCER_CUH_

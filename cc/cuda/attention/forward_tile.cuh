@@ -1,0 +1,66 @@
+// What the producer and the consumers of the forward kernel share.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_TILE_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_FORWARD_TILE_CUH_
+
+#include "cc/attention.h"
+#include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/pipeline.cuh"
+
+namespace jax_magi::cuda {
+
+// A tile of few rows holds those of several query heads of a kv head, 2^log2_pack: its row i is row
+// i >> log2_pack of head i % 2^log2_pack. It holds as many as fit, but no more than all need.
+template <typename Config>
+JAX_MAGI_INLINE int Log2Pack(int num_rows, int group) {
+  int log2_pack = 0;
+  const auto fits = [&](int pack) {
+    return Config::kBlockM % pack == 0 && num_rows * pack <= Config::kBlockM;
+  };
+  while ((1 << log2_pack) < group && fits(2 << log2_pack)) ++log2_pack;
+  return log2_pack;
+}
+
+struct ForwardParams {
+  // By how much log2_pack is above that of a tile with all rows: shorter ones, at the ends of
+  // slices, pack more.
+  static constexpr int kNumPacks = 3;
+  CUtensorMap q_map[kNumPacks], k_map, v_map;
+  WorkParams work;
+  int q_len, num_q_heads, group, value_dim;
+  int log2_pack, packs_per_kv_head;  // Of a tile with all rows.
+  float softmax_scale, softcap;
+  const float* sink;
+  void* out;
+  float *lse, *max_logits;
+};
+
+// One query tile of one head, or of several packed. num_blocks < 0: no more work.
+struct alignas(16) TileInfo {
+  int32_t batch, head, num_heads, log2_pack, begin, num_rows, num_blocks;
+};
+
+template <typename Config>
+struct ForwardShared {
+  static constexpr int kQStages = Config::kQStages;
+  static constexpr int kKStages = Config::kKStages, kVStages = Config::kVStages;
+  // TMA's 128-byte swizzle repeats every 1024 bytes.
+  alignas(1024) typename Config::Element q[kQStages][Config::kBlockM * Config::kHeadDim];
+  alignas(1024) typename Config::Element k[kKStages][Config::kBlockN * Config::kHeadDim];
+  alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
+  BlockInfo block[kKStages];
+  TileInfo tile[kQStages];
+  WorkItem item;       // The producer's own.
+  uint32_t next_work;  // From the cluster's first block of threads to the others.
+  // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
+  // consumers arrive and the producer waits.
+  uint64_t q_full[kQStages], q_empty[kQStages];
+  uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
+  // Of next_work: the cluster's first producer arrives, and the second waits; and the other way.
+  uint64_t work_full, work_empty;
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_FORWARD_TILE_CUH_
