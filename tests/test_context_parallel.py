@@ -1,5 +1,7 @@
 """Attention split over ranks equals that of one device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
+from jax_magi._src.attention import checks
 from tests.accuracy import DTYPES, check_results, make_inputs
 from tests.cases import CASES
 from tests.cp_runs import FAST, make_mesh, run
@@ -109,9 +112,9 @@ def test_another_mask_on_the_same_dispatch():
 # --- what compiles, and to what ---
 
 
-def _text(key, mesh, length, platform="cpu"):
+def _text(key, mesh, length, platform="cpu", **options):
   def step(q, k, v, key):
-    return jax_magi.calc_attn(q, k, v, key, return_max_logits=True)[0]
+    return jax_magi.calc_attn(q, k, v, key, return_max_logits=True, **options)[0]
 
   fun = jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=P("cp"))
 
@@ -373,6 +376,37 @@ def test_bad_input_is_named():
     _call(key, keep_remote_kv=1)
   with pytest.raises(ValueError, match="use vmap with in_axes=1"):
     _call(jax_magi.stack_keys([key, key]))
+
+
+def _margins(text):
+  """Of forward and backward calls, in a program for GPUs."""
+  return [
+    {int(x) for x in re.findall(rf"jax_magi_attention_{name}.*?sm_margin = (\d+)", text)}
+    for name in ("forward", "backward")
+  ]
+
+
+def test_sm_margins(monkeypatch):
+  mesh = make_mesh(cp=4)
+  key = magi_attn_flex_key(AttentionMask.causal(1024), cp_size=4)
+  names = [f"MAGI_ATTENTION_FFA_{name}_SM_MARGIN" for name in ("FORWARD", "BACKWARD")]
+  assert _margins(_text(key, mesh, 1024, "cuda")) == [{0}, {0}]
+  for name, value in zip(names, ("4", "8"), strict=True):
+    monkeypatch.setenv(name, value)
+  assert _margins(_text(key, mesh, 1024, "cuda")) == [{4}, {8}]
+  assert _margins(_text(key, mesh, 1024, "cuda", sm_margin=3)) == [{3}, {3}]
+  assert _margins(_text(key, mesh, 1024, "cuda", sm_margin=(1, 2))) == [{1}, {2}]
+  for value, message in (("-1", "not be negative, got -1"), ("four", "be an integer in the env")):
+    monkeypatch.setenv(names[1], value)
+    with pytest.raises(ValueError, match=f"{names[1]} must {message}"):
+      _call(magi_attn_flex_key(AttentionMask.causal(96), cp_size=4))
+  with pytest.raises(ValueError, match=r"a pair \(forward, backward\)"):
+    _call(key, sm_margin=(1, 2, 3))
+  monkeypatch.setattr(checks, "num_multiprocessors", lambda: 132)
+  with pytest.raises(
+    ValueError, match="less than the GPU's 132 streaming multiprocessors, got 132"
+  ):
+    _call(key, sm_margin=132)
 
 
 def _call_with_mask():

@@ -1,6 +1,7 @@
 """Plans of context parallelism: every pair once, only needed rows, even work."""
 
 import time
+import tracemalloc
 
 import hypothesis.strategies as st
 import numpy as np
@@ -143,6 +144,11 @@ def test_a_million_tokens_take_half_a_second():
     best = min(best, time.process_time() - start)
   assert key.stats().balance < 1.05
   assert best < 0.5
+  tracemalloc.start()
+  magi_attn_varlen_key(documents, causal=True, cp_size=64)
+  peak_bytes = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert peak_bytes < 500e6
 
 
 def test_plans_are_the_same_every_time():

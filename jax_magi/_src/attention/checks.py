@@ -10,7 +10,7 @@ import numpy as np
 from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_no_symbols, check_number
 from jax_magi._src.attention.ops import AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
-from jax_magi._src.native.backends import check_implementation
+from jax_magi._src.native.backends import check_implementation, num_multiprocessors
 from jax_magi._src.softmax_lse import softmax_lse
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -140,12 +140,23 @@ def make_config(
     raise ValueError(
       f"softcap must be 0 or in [{_SMALLEST_SOFTCAP}, {_LARGEST_SOFTCAP}], got {softcap}"
     )
-  if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, np.integer)):
-    raise ValueError(f"sm_margin must be an integer, got {sm_margin!r}")
-  if sm_margin < 0:
-    raise ValueError(f"sm_margin must not be negative, got {sm_margin}")
-  if sm_margin >= 2**31:
-    raise ValueError(f"sm_margin must fit in 32 bits, got {sm_margin}")
+  sm_margin = check_sm_margin("sm_margin", sm_margin)
   check_implementation(implementation, "blockwise", lambda b: b.attention_obstacle(q, v))
   deterministic = check_flag("deterministic", deterministic)
-  return AttentionConfig(scale, cap, deterministic, int(sm_margin), implementation)
+  return AttentionConfig(scale, cap, deterministic, sm_margin, implementation)
+
+
+def check_sm_margin(name: str, sm_margin: Any) -> int:
+  """Streaming multiprocessors that a kernel leaves free: fewer than there are."""
+  if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, np.integer)):
+    raise ValueError(f"{name} must be an integer, got {sm_margin!r}")
+  if sm_margin < 0:
+    raise ValueError(f"{name} must not be negative, got {sm_margin}")
+  if sm_margin >= 2**31:
+    raise ValueError(f"{name} must fit in 32 bits, got {sm_margin}")
+  count = num_multiprocessors() if sm_margin else None
+  if count is not None and sm_margin >= count:
+    raise ValueError(
+      f"{name} must be less than the GPU's {count} streaming multiprocessors, got {sm_margin}"
+    )
+  return int(sm_margin)

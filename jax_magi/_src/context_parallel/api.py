@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import with_positive_scale
 from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, with_capacities
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
+from jax_magi._src.context_parallel.sm_margins import sm_margins
 from jax_magi._src.optim import statistics as optim
 from jax_magi._src.transforms.varying import vary_together
 
@@ -38,7 +40,7 @@ def calc_attn(
   reduce_max_logits: bool = True,
   keep_remote_kv: bool = False,
   deterministic: bool = False,
-  sm_margin: int = 0,
+  sm_margin: int | tuple[int, int] | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
   """`attention` of a rank's queries over all keys, inside `shard_map` over `axis_name`.
@@ -49,7 +51,7 @@ def calc_attn(
     v: `[local, num_kv_heads, value_dim]`, likewise.
     key: the mask's plan, passed with `in_specs=P(axis_name)`.
     axis_name: the mesh axis over which the sequence is split.
-    softmax_scale: as in `attention`; so softcap, deterministic, sm_margin and implementation.
+    softmax_scale: as in `attention`; so softcap, deterministic and implementation.
     softcap: see above.
     sink: as in `attention`, the same on all ranks. Its gradient is the sum over them.
     return_max_logits: whether to fill `meta.max_logits`.
@@ -58,7 +60,9 @@ def calc_attn(
     keep_remote_kv: whether other ranks' keys and values stay in memory until the backward pass,
       which otherwise fetches them anew.
     deterministic: see above.
-    sm_margin: see above.
+    sm_margin: streaming multiprocessors that kernels leave free for communication, or a pair of
+      them, forward and backward. None is what the environment says when the step is traced, in
+      MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN, or else 0.
     implementation: see above.
 
   Returns:
@@ -74,7 +78,7 @@ def calc_attn(
     softmax_scale=softmax_scale,
     softcap=softcap,
     deterministic=deterministic,
-    sm_margin=sm_margin,
+    sm_margin=0,
     implementation=implementation,
   )
   keep = check_flag("keep_remote_kv", keep_remote_kv)
@@ -84,7 +88,8 @@ def calc_attn(
   leaves, treedef = jax.tree.flatten(key)
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   q, k, v, sink, *leaves = vary_together(q, k, v, jnp.asarray(sink), *map(jnp.asarray, leaves))
-  rank_config = RankConfig(config, config, axis_name, keep)
+  forward, backward = (dataclasses.replace(config, sm_margin=x) for x in sm_margins(sm_margin))
+  rank_config = RankConfig(forward, backward, axis_name, keep)
   out, lse, max_logits = rank_attention(
     rank_config, q, k, v, jax.tree.unflatten(treedef, leaves), sink
   )

@@ -139,6 +139,15 @@ def check_implementation(
     )
 
 
+def num_multiprocessors() -> int | None:
+  """Of a GPU, if JAX sees one and says so."""
+  try:
+    devices = jax.devices(HOPPER.platform)
+  except RuntimeError:
+    return None
+  return getattr(devices[0], "core_count", None)
+
+
 def default_platform() -> str:
   """The platform of JAX's default devices, as `implementation` names it."""
   name = jax.default_backend()
