@@ -326,6 +326,52 @@ def test_roll(length, shift):
   np.testing.assert_array_equal(jax.jit(fun)(ranks, key), want)
 
 
+def test_mesh_of_the_context():
+  mesh = make_mesh(cp=4)
+  mask = _ANY["documents"]
+  key = magi_attn_flex_key(mask, cp_size=4)
+  inputs = make_inputs(np.random.default_rng(9), np.float32, _LENGTH, _LENGTH, 2, 2, 16, 16)
+  order = [jax_magi.dispatch(x, key) for x in (inputs.q, inputs.k, inputs.v)]
+  with jax.set_mesh(mesh):
+    out, _ = jax.jit(jax_magi.context_parallel_attention)(*order, key)
+  want, _ = _reference(inputs, mask)
+  np.testing.assert_allclose(jax_magi.undispatch(np.asarray(out), key), want, atol=1e-5)
+  with pytest.raises(ValueError, match="the mesh must have an axis 'cp'"):
+    jax_magi.context_parallel_attention(*order, key)
+  with pytest.raises(ValueError, match="reduce_max_logits=False is for calc_attn"):
+    jax_magi.context_parallel_attention(
+      *order, key, mesh=mesh, return_max_logits=True, reduce_max_logits=False
+    )
+
+
+def test_batches_of_batches():
+  """Microbatches of rows with a mask each: vmap of vmap, in both orders."""
+  mesh = make_mesh(cp=2)
+  masks = [_ANY["documents"], _ANY["window"]]
+  keys = [magi_attn_flex_key(m, cp_size=2, dispatch="zigzag", all_gather=False) for m in masks]
+  x = np.random.default_rng(10).standard_normal((3, 2, _LENGTH, 2, 16)).astype(np.float32)
+  order = np.stack(
+    [np.stack([jax_magi.dispatch(row, k) for row, k in zip(b, keys, strict=True)]) for b in x]
+  )
+  attend = lambda x, key: jax_magi.calc_attn(x, x, x, key)[0]  # noqa: E731
+  inner = jax.vmap(jax.vmap(attend, (0, 1)), (0, None))
+  outer = jax.vmap(jax.vmap(attend, (0, None)), (1, 1), 1)
+  for fun in (inner, outer):
+    out = jax.jit(
+      jax.shard_map(
+        fun,
+        mesh=mesh,
+        in_specs=(P(None, None, "cp"), P("cp")),
+        out_specs=P(None, None, "cp"),
+      )
+    )(order, jax_magi.stack_keys(keys))
+    for i in range(3):
+      for j, (mask, key) in enumerate(zip(masks, keys, strict=True)):
+        want = jax_magi.attention(x[i, j], x[i, j], x[i, j], mask)[0]
+        ours = jax_magi.undispatch(np.asarray(out)[i, j], key)
+        np.testing.assert_allclose(ours, want, atol=1e-5)
+
+
 def test_positions_of_a_rank():
   key = magi_attn_flex_key(AttentionMask.causal(96), cp_size=4)
   fun = jax.shard_map(

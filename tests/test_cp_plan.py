@@ -236,6 +236,29 @@ def test_bad_arguments(message):
     magi_attn_flex_key(**arguments)
 
 
+def test_both_lengths_do_not_make_it_cross_attention():
+  documents = [0, 40, 128]
+  for key in (
+    magi_attn_varlen_key(documents, documents, causal=True, cp_size=2),
+    magi_attn_flex_key([[0, 128]], [[0, 128]], total_seqlen=128, total_seqlen_k=128, cp_size=2),
+  ):
+    assert not key.spec.is_cross
+    np.testing.assert_array_equal(key.q_chunks, key.k_chunks)
+  key = magi_attn_flex_key(AttentionMask.causal(128), cp_size=2, cross_attention=True)
+  assert key.spec.is_cross
+  _check(key, AttentionMask.causal(128))
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_transfers_are_of_a_size(dispatch):
+  key = magi_attn_flex_key(
+    AttentionMask.causal(65536), cp_size=8, overlap_degree=4, dispatch=dispatch, all_gather=False
+  )
+  received = key.pairs[:, :, 1].sum(axis=2)  # [rank, transfer]
+  busiest = received[received.sum(axis=1).argmax()]
+  assert busiest.max() <= 1.5 * busiest.mean()
+
+
 def test_more_bad_arguments():
   with pytest.raises(ValueError, match="slices 0 and 1 overlap"):
     magi_attn_flex_key([[0, 8], [4, 12]], [[0, 8], [4, 12]], total_seqlen=16, cp_size=2)

@@ -19,6 +19,7 @@ from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import with_positive_scale
+from jax_magi._src.context_parallel.dispatch import check_axis
 from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, with_capacities
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
 from jax_magi._src.context_parallel.sm_margins import sm_margins
@@ -134,6 +135,18 @@ def context_parallel_attention(
   """
   if not isinstance(key, DistAttnKey):
     raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  for axes in (axis_name, batch_axis, head_axis):
+    for axis in axes if isinstance(axes, tuple) else (axes,):
+      if axis is not None and axis not in mesh.axis_names:
+        raise ValueError(
+          f"the mesh must have an axis {axis!r}, got {mesh.axis_names}; give mesh=, or set one "
+          "with jax.set_mesh"
+        )
+  if return_max_logits and not options.get("reduce_max_logits", True):
+    raise ValueError(
+      "reduce_max_logits=False is for calc_attn: whole arrays have the maxima of all"
+    )
   has_batch = q.ndim == 4
   if q.ndim not in (3, 4):
     raise ValueError(
@@ -168,7 +181,6 @@ def context_parallel_attention(
   sink_spec = P() if sink is None else P(*[None] * (np.ndim(sink) - 1), head_axis)
   meta = AttnForwardMeta(rows, P(*batch, head_axis) if return_max_logits else None)  # type: ignore[arg-type]
   operands, in_specs = (q, k, v, key, sink), (rows, rows, rows, key_spec, sink_spec)
-  mesh = jax.sharding.get_mesh() if mesh is None else mesh
   if AxisType.Explicit in mesh.axis_types:  # Where shard_map moves nothing by itself.
     operands = tuple(
       jax.tree.map(lambda x, s=spec: reshard(jnp.asarray(x), NamedSharding(mesh, s)), operand)
@@ -201,17 +213,7 @@ def _check_key(key: Any, axis_name: str) -> DistAttnKey:
   """The rank's part of a key: leaves with a leading axis of 1."""
   if not isinstance(key, DistAttnKey):
     raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
-  try:
-    size = lax.axis_size(axis_name)
-  except NameError:
-    raise ValueError(
-      f"calc_attn must be called inside shard_map over the mesh axis {axis_name!r} (axis_name=), "
-      "which is not there"
-    ) from None
-  if size != key.spec.cp_size:
-    raise ValueError(
-      f"the key is for cp_size={key.spec.cp_size}, but the mesh axis {axis_name!r} has size {size}"
-    )
+  size = check_axis("calc_attn", key, axis_name)
   shape = np.shape(key.q_chunks)
   if len(shape) != 2:
     raise ValueError(f"key must be one key, got a stack {list(shape)}: use vmap with in_axes=1")

@@ -129,9 +129,9 @@ class _Search:
     self.limit = self.work.sum() / cp_size * (1.0 + _TOLERANCE)
     node = np.arange(cp_size) // links.ranks_per_node
     # [sender, receiver], of a chunk.
-    self.price = np.where(node[:, None] == node, links.near_row, links.far_row) * float(rows)
+    # Whole numbers, so that sums are exact and every machine finds the same plan.
+    self.price = np.rint(np.where(node[:, None] == node, links.near_row, links.far_row) * rows)
     np.fill_diagonal(self.price, 0.0)
-    self.price = self.price.astype(np.float32)
 
   def total(self, load, moved):
     """What a rank costs, from its work and what it sends or receives."""
@@ -161,7 +161,7 @@ class _State:
     # How many of a rank's chunks need a chunk of keys.
     self.counts = by_rank.sum(axis=1, dtype=np.int16)
     # What it costs each rank to get each chunk of keys that it needs.
-    self.moves = np.where(self.counts > 0, search.price[self.owners].T, np.float32(0))
+    self.moves = np.where(self.counts > 0, search.price[self.owners].T, 0.0)
     self._update_costs()
 
   def cost(self) -> float:
@@ -179,9 +179,9 @@ class _State:
 
   def _update_costs(self) -> None:
     search = self.search
-    self.received = self.moves.sum(axis=1).astype(np.float64)
+    self.received = self.moves.sum(axis=1)
     # What it costs the owner of each chunk to send it to all who need it.
-    self.sending = self.moves.sum(axis=0).astype(np.float64)
+    self.sending = self.moves.sum(axis=0)
     self.sent = np.bincount(self.owners, self.sending, search.cp_size)
     self.load = np.bincount(self.ranks, search.work, search.cp_size)
     self.costs = search.total(self.load, np.maximum(self.received, self.sent))
@@ -227,7 +227,7 @@ class _State:
     price = np.add.reduceat(price, begins)
     mine, new = both[: len(ours), begins], both[len(ours) :, begins]
     is_last = self.counts[a][begins][None] - mine == 0  # Not needed without this one of ours.
-    received = (~is_last @ price)[:, None] + (is_last * price) @ new.T.astype(np.float32)
+    received = (~is_last @ price)[:, None] + (is_last * price) @ new.T.astype(np.float64)
     sent = np.broadcast_to(self.sent[a], received.shape)
     if search.key_ranks is None:
       # The keys of the chunk that went are at b now, those of the one that came are here.
@@ -239,11 +239,12 @@ class _State:
 
   def _needed(self, ours, theirs, chunks, a: int) -> np.ndarray:
     """`[ours, theirs]`: whether, after the exchange, a needs the keys of the one in `chunks`."""
-    mine, new = (self.search.needs[np.ix_(side, chunks)] for side in (ours, theirs))
-    is_kept = self.counts[a][chunks][None] - mine > 0
+    needs, counts = self.search.needs, self.counts[a]
     if chunks is ours:
-      return np.diagonal(is_kept)[:, None] | new.T
-    return is_kept | np.diagonal(new)[None]
+      is_kept = counts[ours] - needs[ours, ours] > 0
+      return is_kept[:, None] | needs[theirs[None, :], ours[:, None]]
+    is_kept = counts[theirs][None] - needs[ours[:, None], theirs[None, :]] > 0
+    return is_kept | needs[theirs, theirs][None]
 
 
 def _of_both(a, b):

@@ -15,7 +15,8 @@ from jax_magi._src.context_parallel.key import DistAttnKey
 def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -> Any:
   """Tokens in the order of ranks: `[length, ...]` to `[cp_size * local, ...]`, padded.
 
-  Numpy stays numpy, for a data loader; a JAX array may be traced, and has a gradient.
+  Numpy stays numpy, for a data loader, as long as the key is; a JAX array may be traced, and has a
+  gradient.
 
   Args:
     x: tokens in the order of the sequence.
@@ -25,6 +26,7 @@ def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -
   """
   chunks, length, chunk_size = _side(key, role)
   chunks = _all_ranks(chunks, key, "dispatch")
+  x = x if hasattr(x, "ndim") else np.asarray(x)
   if x.ndim == 0 or x.shape[0] != length:
     raise ValueError(f"x must have the {length} tokens of the key's mask, got {list(x.shape)}")
   xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
@@ -51,9 +53,14 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
 def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
   """int32: each row's place in the sequence, for rotary embeddings. Those of padding lie behind it.
 
-  `[cp_size * local]` for a whole key; `[local]` inside `shard_map`, where a key is one rank's.
+  `[cp_size * local]` for a key of all ranks, `[local]` for that of one rank: what `shard_map` makes
+  of a key that is passed to it.
   """
   chunks, _, chunk_size = _side(key, role)
+  if chunks.ndim != 2:
+    raise ValueError(
+      f"key must be one key, got a stack {list(chunks.shape)}: use vmap with in_axes=1"
+    )
   return (chunks[..., None] * chunk_size + np.arange(chunk_size, dtype=np.int32)).reshape(-1)
 
 
@@ -80,10 +87,16 @@ def roll(
     return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
   if abs(shift) > min(chunk_size, length):
     raise ValueError(f"shift must be at most a chunk of {chunk_size} tokens, got {shift}")
-  if x.ndim == 0 or chunks.shape[0] != 1 or x.shape[0] != chunks.size * chunk_size:
+  if chunks.shape[0] != 1:
     raise ValueError(
-      f"x must have the {chunks.shape[1] * chunk_size} rows of a rank, got {list(x.shape)}"
+      f"key is of {chunks.shape[0]} ranks, but x is {list(x.shape)}; inside shard_map, pass the "
+      "key in, with in_specs=P(axis_name)"
     )
+  if x.ndim == 0 or x.shape[0] != chunks.size * chunk_size:
+    raise ValueError(
+      f"x must have the {chunks.size * chunk_size} rows of a rank, got {list(x.shape)}"
+    )
+  check_axis("roll", key, axis_name)
   # The rows that neighbours ask for: the first ones of each chunk, or its last tokens.
   blocks = x.reshape(chunks.shape[1], chunk_size, *x.shape[1:])
   begins = chunks[0] * chunk_size
@@ -106,6 +119,22 @@ def roll(
   pick = [-1] + [1] * (x.ndim - 1)
   rolled = jnp.where(is_near.reshape(pick), jnp.take(x, near, axis=0), far)
   return jnp.where((position < length).reshape(pick), rolled, jnp.zeros_like(rolled))
+
+
+def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
+  """The size of the mesh axis, which must be there, and be the key's."""
+  try:
+    size = lax.axis_size(axis_name)
+  except NameError:
+    raise ValueError(
+      f"{name} must be called inside shard_map over the mesh axis {axis_name!r} (axis_name=), "
+      "which is not there"
+    ) from None
+  if size != key.spec.cp_size:
+    raise ValueError(
+      f"the key is for cp_size={key.spec.cp_size}, but the mesh axis {axis_name!r} has size {size}"
+    )
+  return size
 
 
 def _side(key: Any, role: str) -> tuple[Any, int, int]:

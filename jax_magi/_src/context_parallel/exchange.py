@@ -170,19 +170,24 @@ def transfers_of(key: DistAttnKey, axis_name: str) -> list[Transfer]:
   ]
 
 
-def _with_rows_of_batch(fun: Callable) -> Callable:
-  """vmap of an exchange. A batch that shares the tables is one exchange of longer rows."""
+def _with_rows_of_batch(fun: Callable, num_mapped: int = 0) -> Callable:
+  """vmap of an exchange. A batch that shares the tables is one exchange of longer rows.
+
+  `num_mapped` axes of a batch with tables of its own stand before the rows.
+  """
   exchange = custom_vmap(fun)
 
   @exchange.def_vmap
   def _(axis_size, is_mapped, rows, *tables):
     if not any(is_mapped[1:]):
-      return jnp.moveaxis(exchange(jnp.moveaxis(rows, 0, 1), *tables), 1, 0), True
+      place = num_mapped + 1
+      return jnp.moveaxis(exchange(jnp.moveaxis(rows, 0, place), *tables), place, 0), True
 
     def mapped(x, is_mapped):
       return x if is_mapped else jnp.broadcast_to(x[None], (axis_size, *x.shape))
 
-    return jax.vmap(fun)(*map(mapped, (rows, *tables), is_mapped)), True
+    over_batch = _with_rows_of_batch(jax.vmap(fun), num_mapped + 1)
+    return over_batch(*map(mapped, (rows, *tables), is_mapped)), True
 
   return exchange
 

@@ -54,8 +54,8 @@ def magi_attn_flex_key(
     dispatch: who gets which chunk. "area": even work, few rows to move. "zigzag": the i-th block
       from the front and from the back. "contiguous": in order, so that the function `dispatch` only
       pads. Or int `[num_chunks]`, the rank of each chunk, equally many for each.
-    cross_attention: whether keys are other tokens than queries, dispatched in order; None is if
-      there are more or fewer.
+    cross_attention: whether keys are other tokens than queries, dispatched in order (`role="k"`);
+      None is if there are more or fewer.
     capacities: those of another key, to share its compiled step; None is round numbers above what
       is needed.
     all_gather: whether all rows move to all ranks, by all-gather; None decides by their number.
@@ -67,7 +67,7 @@ def magi_attn_flex_key(
   mask = _as_mask(q_ranges, k_ranges, attn_type_map, total_seqlen, total_seqlen_k)
   cp_size = _check_positive("cp_size", cp_size)
   if cross_attention is None:
-    is_cross = mask.q_len != mask.k_len or total_seqlen_k is not None
+    is_cross = mask.q_len != mask.k_len
   else:
     is_cross = check_flag("cross_attention", cross_attention)
   if not is_cross and mask.q_len != mask.k_len:
@@ -97,7 +97,7 @@ def magi_attn_varlen_key(
 
   Args:
     cu_seqlens_q: int `[num_documents + 1]`.
-    cu_seqlens_k: likewise, in cross-attention.
+    cu_seqlens_k: likewise, of the keys; None is those of the queries.
     causal: whether tokens see only those before them.
     total_seqlen: number of tokens, if there are more than those of the documents.
     cp_size: number of ranks.
@@ -106,8 +106,7 @@ def magi_attn_varlen_key(
   mask = AttentionMask.from_cu_seqlens(
     cu_seqlens_q, cu_seqlens_k, causal=causal, q_len=total_seqlen
   )
-  is_cross = options.pop("cross_attention", None if cu_seqlens_k is None else True)
-  return magi_attn_flex_key(mask, cp_size=cp_size, cross_attention=is_cross, **options)
+  return magi_attn_flex_key(mask, cp_size=cp_size, **options)
 
 
 def key_for_new_mask(

@@ -26,6 +26,8 @@ from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
 # A row that is in no buffer. As an index it is out of every array's bounds.
 NOWHERE = 1 << 29
 
+# Chunks whose keys are counted at once, to bound the memory.
+_ROWS_AT_ONCE = 512
 # Transfers take chunks in turns where that leaves so much of what the busiest ranks move.
 _IN_TURNS = 0.9
 # All-gather moves all rows at full speed without an index; from this share of them on, it is used.
@@ -96,10 +98,14 @@ def assign_by_area(
   pieces, _, chunk = _pieces(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
   begin, end = shown_keys(pieces)
-  edges = np.zeros((count, num_key_chunks + 1), np.int32)
-  np.add.at(edges, (chunk, begin // key_size), 1)
-  np.add.at(edges, (chunk, (end - 1) // key_size + 1), -1)
-  needs = np.cumsum(edges, axis=1, dtype=np.int32)[:, :-1] > 0
+  needs = np.empty((count, num_key_chunks), bool)
+  for first in range(0, count, _ROWS_AT_ONCE):
+    block = needs[first : first + _ROWS_AT_ONCE]
+    mine = (first <= chunk) & (chunk < first + len(block))
+    edges = np.zeros((len(block), num_key_chunks + 1), np.int32)
+    np.add.at(edges, (chunk[mine] - first, begin[mine] // key_size), 1)
+    np.add.at(edges, (chunk[mine] - first, (end[mine] - 1) // key_size + 1), -1)
+    block[:] = np.cumsum(edges, axis=1)[:, :-1] > 0
   key_ranks = None if keys is None else keys.ranks
   return assignment.by_work(work, needs, cp_size, key_size, links, key_ranks)
 
@@ -240,33 +246,44 @@ def _own_rows(keys: Dispatch) -> _Rows:
 
 def _with_transfers(rows: _Rows, keys: Dispatch, num_transfers: int, all_gather: bool) -> _Rows:
   """Which transfer brings each range."""
+  part = part_length(keys.local_length, num_transfers)
+  if num_transfers == 1:
+    return dataclasses.replace(rows, transfer=np.zeros_like(rows.begin))
+  # Small enough to be spread over all transfers.
+  unit = part if all_gather else min(part, keys.chunk_size)
+  index, number, local, end = cut(rows.local, rows.local + rows.size, unit)
+  rows = rows[index]
+  begin = rows.begin + local - rows.local
+  rows = dataclasses.replace(rows, begin=begin, local=local, size=end - local)
   if all_gather:  # The same part of every rank's rows.
-    part = part_length(keys.local_length, num_transfers)
-    index, transfer, local, end = cut(rows.local, rows.local + rows.size, part)
-    rows = rows[index]
-    begin = rows.begin + local - rows.local
-    rows = dataclasses.replace(rows, begin=begin, local=local, size=end - local)
-  elif num_transfers == 1:
-    transfer = np.zeros_like(rows.begin)
-  else:
-    size = np.where(rows.owner == rows.rank, 0, rows.size)
-    # In order, as many rows in each; or in turns, so that every rank sends some of each.
-    before = starts_within(rows.rank, size)
-    total = np.bincount(rows.rank, size, keys.cp_size)[rows.rank]
-    in_order = np.minimum(before * num_transfers // np.maximum(total, 1), num_transfers - 1)
-    in_turns = rows.local // keys.chunk_size % num_transfers
-    costs = [_busiest(rows, size, t.astype(np.int64), keys.cp_size) for t in (in_order, in_turns)]
-    # Slices are fewer in order.
-    transfer = (in_turns if costs[1] < _IN_TURNS * costs[0] else in_order).astype(np.int64)
+    return dataclasses.replace(rows, transfer=number)
+  size = np.where(rows.owner == rows.rank, 0, rows.size)
+  # In order, as many rows in each; or in turns, so that every rank sends some of each.
+  before = starts_within(rows.rank, size)
+  total = np.bincount(rows.rank, size, keys.cp_size)[rows.rank]
+  in_order = before * num_transfers // np.maximum(total, 1)
+  in_order = np.minimum(in_order, num_transfers - 1).astype(np.int64)
+  in_turns = number % num_transfers
+  order_rows, turns_rows = (
+    _busiest(rows, size, t, num_transfers, keys.cp_size) for t in (in_order, in_turns)
+  )
+  # Slices are fewer in order.
+  transfer = in_turns if turns_rows < _IN_TURNS * order_rows else in_order
   return dataclasses.replace(rows, transfer=transfer)
 
 
-def _busiest(rows: _Rows, size: np.ndarray, transfer: np.ndarray, cp_size: int) -> int:
-  """Rows of the rank that moves most, in or out, of each transfer: their sum."""
-  count = cp_size * (int(transfer.max(initial=0)) + 1)
+def _busiest(
+  rows: _Rows, size: np.ndarray, transfer: np.ndarray, num_transfers: int, cp_size: int
+) -> float:
+  """Rows of the rank that moves most, in or out, of each transfer: the sum, and the largest.
+
+  The sum alone would be least with everything in one transfer, beside which nothing runs.
+  """
+  count = cp_size * num_transfers
   received = np.bincount(transfer * cp_size + rows.rank, size, count)
   sent = np.bincount(transfer * cp_size + rows.owner, size, count)
-  return int(np.maximum(received, sent).reshape(-1, cp_size).max(axis=1).sum())
+  most = np.maximum(received, sent).reshape(-1, cp_size).max(axis=1)
+  return float(most.sum() + num_transfers * most.max())
 
 
 def part_length(local_length: int, num_transfers: int) -> int:
