@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_magi
+from jax_magi import AttentionMask
 from tests.accuracy import Inputs
 
 FAST = {"xla_backend_optimization_level": 0}
@@ -64,3 +65,23 @@ def run(inputs: Inputs, key, mesh, **options):
   if inputs.sink is not None:
     results["dsink"] = grads[3]
   return results
+
+
+# Masks of one length, for programs that serve all of them.
+LENGTH = 96
+MASKS = {
+  "causal": AttentionMask.causal(LENGTH),
+  "full": AttentionMask.full(LENGTH),
+  "documents": AttentionMask.from_cu_seqlens([0, 1, 40, 41, 70, 93], causal=True, q_len=LENGTH),
+  "full_documents": AttentionMask.from_cu_seqlens([0, 50, 96]),
+  "window": AttentionMask.sliding_window(LENGTH, left=9, right=3),
+  "prefix": AttentionMask.prefix_lm(30, LENGTH),
+  "block_causal": AttentionMask.block_causal(16, LENGTH),
+  "shared_question": AttentionMask.shared_question(30, [20, 1, 45]),
+  "nothing": AttentionMask(np.zeros((0, 6), np.int32), LENGTH, LENGTH),
+}
+
+
+def on_one_device(inputs: Inputs, mask, **options):
+  """What all of it is compared with."""
+  return jax_magi.attention(inputs.q, inputs.k, inputs.v, mask, return_max_logits=True, **options)
