@@ -20,7 +20,13 @@ from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import with_positive_scale
 from jax_magi._src.context_parallel.dispatch import check_axis
-from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, with_capacities
+from jax_magi._src.context_parallel.key import (
+  Capacities,
+  DistAttnKey,
+  check_key,
+  check_one_key,
+  with_capacities,
+)
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
 from jax_magi._src.context_parallel.sm_margins import sm_margins
 from jax_magi._src.optim import statistics as optim
@@ -70,7 +76,7 @@ def calc_attn(
     out `[local, num_q_heads, value_dim]`, and `AttnForwardMeta` with the rank's lse and, over all
     ranks, max_logits.
   """
-  key = _check_key(key, axis_name)
+  key = _part_of_rank(key, axis_name)
   checks.check_qkv(q, k, v)
   _check_local_lengths(q, k, key)
   config = checks.make_config(
@@ -133,8 +139,7 @@ def context_parallel_attention(
   Returns:
     out and meta of whole arrays.
   """
-  if not isinstance(key, DistAttnKey):
-    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  check_key(key)
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
   for axes in (axis_name, batch_axis, head_axis):
     for axis in axes if isinstance(axes, tuple) else (axes,):
@@ -209,18 +214,14 @@ def stack_keys(keys: Sequence[DistAttnKey], capacities: Capacities | None = None
   return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *keys)
 
 
-def _check_key(key: Any, axis_name: str) -> DistAttnKey:
+def _part_of_rank(key: Any, axis_name: str) -> DistAttnKey:
   """The rank's part of a key: leaves with a leading axis of 1."""
-  if not isinstance(key, DistAttnKey):
-    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
-  size = check_axis("calc_attn", key, axis_name)
-  shape = np.shape(key.q_chunks)
-  if len(shape) != 2:
-    raise ValueError(f"key must be one key, got a stack {list(shape)}: use vmap with in_axes=1")
-  if shape[0] == 1:
+  size = check_axis("calc_attn", check_key(key), axis_name)
+  num_ranks = np.shape(check_one_key(key).q_chunks)[0]
+  if num_ranks == 1:
     return key
-  if shape[0] != size:
-    raise ValueError(f"key must have leaves of {size} ranks or of one, got {shape[0]}")
+  if num_ranks != size:
+    raise ValueError(f"key must have leaves of {size} ranks or of one, got {num_ranks}")
   # One for all ranks, closed over or replicated: each takes its own part.
   rank = lax.axis_index(axis_name)
   return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), rank, 1), key)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_magi._src.arguments import check_choice, check_position
-from jax_magi._src.context_parallel.key import DistAttnKey
+from jax_magi._src.context_parallel.key import DistAttnKey, check_key, check_one_key
 
 
 def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -> Any:
@@ -29,7 +29,7 @@ def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -
   x = x if hasattr(x, "ndim") else np.asarray(x)
   if x.ndim == 0 or x.shape[0] != length:
     raise ValueError(f"x must have the {length} tokens of the key's mask, got {list(x.shape)}")
-  xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
+  xp = _library(x, chunks)
   padding = chunks.size * chunk_size - length
   widths = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
   padded = xp.pad(x, widths, constant_values=pad_value) if padding else x
@@ -45,7 +45,7 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
     raise ValueError(
       f"x must have the {chunks.size * chunk_size} rows of all ranks, got {list(x.shape)}"
     )
-  xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
+  xp = _library(x, chunks)
   blocks = x.reshape(chunks.size, chunk_size, *x.shape[1:])
   return xp.take(blocks, xp.argsort(chunks.reshape(-1)), axis=0).reshape(x.shape)[:length]
 
@@ -56,11 +56,7 @@ def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
   `[cp_size * local]` for a key of all ranks, `[local]` for that of one rank: what `shard_map` makes
   of a key that is passed to it.
   """
-  chunks, _, chunk_size = _side(key, role)
-  if chunks.ndim != 2:
-    raise ValueError(
-      f"key must be one key, got a stack {list(chunks.shape)}: use vmap with in_axes=1"
-    )
+  chunks, _, chunk_size = _side(check_one_key(key), role)
   return (chunks[..., None] * chunk_size + np.arange(chunk_size, dtype=np.int32)).reshape(-1)
 
 
@@ -83,7 +79,7 @@ def roll(
   chunks, length, chunk_size = _side(key, role)
   shift = check_position("shift", shift)
   if chunks.shape[0] == key.spec.cp_size and x.shape[0] == chunks.size * chunk_size:
-    xp: Any = np if isinstance(x, np.ndarray) and isinstance(chunks, np.ndarray) else jnp
+    xp = _library(x, chunks)
     return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
   if abs(shift) > min(chunk_size, length):
     raise ValueError(f"shift must be at most a chunk of {chunk_size} tokens, got {shift}")
@@ -137,11 +133,14 @@ def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
   return size
 
 
+def _library(*arrays: Any) -> Any:
+  """Numpy where all are numpy's."""
+  return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+
+
 def _side(key: Any, role: str) -> tuple[Any, int, int]:
   """Chunks, length and chunk size of queries or keys."""
-  if not isinstance(key, DistAttnKey):
-    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
-  spec = key.spec
+  spec = check_key(key).spec
   if check_choice("role", role, ("q", "k")) == "q":
     return key.q_chunks, spec.q_len, spec.q_chunk_size
   return key.k_chunks, spec.k_len, spec.k_chunk_size

@@ -31,7 +31,7 @@ class Capacities:
   all_gather: bool = False
 
   def __or__(self, other: Capacities) -> Capacities:
-    """Room for both. An all-gather fits every mask."""
+    """Room for both."""
     if self.all_gather != other.all_gather:
       raise ValueError(
         "capacities with and without all_gather have no union; make the keys with all_gather=False"
@@ -113,6 +113,21 @@ class DistAttnKey:
       f"DistAttnKey({s.q_len} x {s.k_len} on {s.cp_size} ranks of {s.q_local}, "
       f"overlap_degree={s.overlap_degree}, {s.capacities})"
     )
+
+
+def check_key(key: Any) -> DistAttnKey:
+  """A key, and not something else that a caller has at hand."""
+  if not isinstance(key, DistAttnKey):
+    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
+  return key
+
+
+def check_one_key(key: Any) -> DistAttnKey:
+  """One key, of all ranks or of one, and no stack."""
+  shape = np.shape(check_key(key).q_chunks)
+  if len(shape) != 2:
+    raise ValueError(f"key must be one key, got a stack {list(shape)}: use vmap with in_axes=1")
+  return key
 
 
 def make_key(

@@ -10,7 +10,7 @@ import numpy as np
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
 from jax_magi._src.context_parallel.assignment import Links
-from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, make_key
+from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, check_key, make_key
 from jax_magi._src.context_parallel.plan import Dispatch, assign_by_area, make_plan, num_chunks
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import area_of
@@ -130,9 +130,7 @@ def key_for_new_mask(
     capacities: as in `magi_attn_flex_key`; so the next one.
     all_gather: see above.
   """
-  if not isinstance(key, DistAttnKey):
-    raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
-  spec = key.spec
+  spec = check_key(key).spec
   lengths = (None, None) if isinstance(q_ranges, AttentionMask) else (spec.q_len, spec.k_len)
   mask = _as_mask(q_ranges, k_ranges, attn_type_map, *lengths)
   if (mask.q_len, mask.k_len) != (spec.q_len, spec.k_len):
