@@ -19,6 +19,9 @@ _PENALTY = 100.0
 _EXPOSED = 0.3
 # Ranks, from the most expensive, that try to exchange chunks, and from the cheapest, with whom.
 _NUM_WORST, _NUM_PARTNERS = 2, 3
+# Then the search ends. For 2,000 documents on 64 ranks, eight took 0.7 s instead of 0.4; for long
+# documents they left 7% less for the busiest rank to move.
+_EXCHANGES_PER_RANK = 4
 # Of candidates that cost and move up to so much more than the best, the most even one is taken.
 _ENOUGH = 1.1
 # Chunks that move together in the search before the last.
@@ -141,7 +144,7 @@ class _Search:
   def improved(self, ranks: np.ndarray) -> _State:
     """Exchanges chunks of the most expensive ranks until none makes one cheaper."""
     state = _State(self, ranks)
-    for _ in range(8 * self.cp_size):
+    for _ in range(_EXCHANGES_PER_RANK * self.cp_size):
       order = np.argsort(state.costs, kind="stable").tolist()
       worst = [int(state.load.argmax()), *order[: -_NUM_WORST - 1 : -1]]
       pairs = ((a, b) for a in dict.fromkeys(worst) for b in order[:_NUM_PARTNERS] if a != b)
