@@ -1,13 +1,20 @@
 // What one attention call is made of, whichever device computes it.
 //
-// With S = softmax_scale * q k^T over visible pairs (capped, where there is a cap), the forward
-// pass computes
+// The logits of visible pairs (i, j) of a query and a key, positions in q and k, are
+//
+//   S = softmax_scale * q k^T + bias + slope * (j - i)
+//
+// and then capped, where there is a cap. The forward pass computes
 //
 //   lse = log(sum of exp(S) + exp(sink)),   out = exp(S - lse) v,   max_logits = max of S, uncapped
 //
-// and the backward pass, with P = exp(S - lse), dP = dout v^T and dS = P (dP - delta),
+// and the backward pass, with P = exp(S - lse), dP = dout v^T and dS = P (dP - delta), times the
+// slope of the cap,
 //
-//   dq = softmax_scale * dS k,   dk = softmax_scale * dS^T q,   dv = P^T dout.
+//   dq = softmax_scale * dS k,   dk = softmax_scale * dS^T q,   dv = P^T dout,
+//   dbias = dS, summed over whatever shares an element,   dslopes = sum of dS * (j - i).
+//
+// A bias of -inf hides its pair. Any other that is not finite reaches the results.
 //
 // lse and delta are natural, float32, and the same for every device: lse as the forward pass
 // returns it, delta = rowsum(dout * out) - dlse. They may be those of more keys than the call has.
@@ -17,6 +24,8 @@
 //   k, v, dk, dv         [batch, k_len, num_kv_heads, head_dim or value_dim]
 //   slices               [batch or 1, num_slices, 6]
 //   sink, max_logits     [batch, num_q_heads]
+//   bias, dbias          [batch or 1, num_q_heads or 1, q_len or 1, k_len]
+//   alibi_slopes         [batch, num_q_heads], and so dslopes
 //   lse, delta           [batch, q_len, num_q_heads]
 
 #ifndef JAX_MAGI_ATTENTION_H_
@@ -45,6 +54,24 @@ struct AttentionParams {
   float softcap;  // 0: none.
 };
 
+// Where an element of the bias lies: batch * batch_stride + head * head_stride + query * q_stride +
+// key. A stride is 0 where one element serves several batch rows, heads or queries, and only there.
+struct BiasLayout {
+  DType dtype;  // That of q, or float32.
+  int64_t batch_stride, head_stride, q_stride;
+};
+
+// That of a bias with `batch`, `heads` and `rows`, each of them 1 or as many as the call has.
+inline BiasLayout BiasLayoutOf(const AttentionShape& shape, DType dtype, int64_t batch,
+                               int64_t heads, int64_t rows) {
+  const auto stride = [](int64_t size, int64_t full, int64_t elements) {
+    return size == 1 && full != 1 ? 0 : elements;
+  };
+  return {dtype, stride(batch, shape.batch, heads * rows * shape.k_len),
+          stride(heads, shape.num_q_heads, rows * shape.k_len),
+          stride(rows, shape.q_len, shape.k_len)};
+}
+
 struct ForwardArgs {
   AttentionShape shape;
   AttentionParams params;
@@ -53,6 +80,9 @@ struct ForwardArgs {
   const void *q, *k, *v;
   const Slice* slices;
   const float* sink;  // -inf: none.
+  const void* bias;   // Null: none.
+  BiasLayout bias_layout;
+  const float* alibi_slopes;  // Null: none.
   void* out;
   float* lse;         // -inf for rows that see nothing.
   float* max_logits;  // -inf for heads that see nothing.
@@ -66,8 +96,15 @@ struct BackwardArgs {
   const void *q, *k, *v, *dout;
   const float *lse, *delta;
   const Slice* slices;
+  const void* bias;  // Null: none.
+  BiasLayout bias_layout;
+  const float* alibi_slopes;  // Null: none.
   // Where AttentionNeeds says that dq is summed, it is float32, and comes without softmax_scale.
   void *dq, *dk, *dv;
+  // As long as the bias, and 0 where it met no visible pair. Null: not wanted.
+  void* dbias;
+  DType dbias_dtype;  // That of the bias, or float32 where AttentionNeeds says that it is summed.
+  float* dslopes;     // Null: not wanted.
 };
 
 // A call as it is traced, when there is no data yet.
@@ -75,6 +112,9 @@ struct AttentionCall {
   AttentionShape shape;
   DType dtype;
   bool has_softcap, is_backward, deterministic;
+  bool has_bias = false, has_alibi = false;
+  BiasLayout bias_layout{};  // Where there is a bias.
+  bool wants_dbias = false, wants_dslopes = false;
 };
 
 // What a device asks of the caller for it.
@@ -84,6 +124,8 @@ struct AttentionNeeds {
   int num_dkv_parts = 1;
   // dq is a sum in memory: float32, and without softmax_scale.
   bool is_dq_summed = false;
+  // dbias is a sum in memory: float32.
+  bool is_dbias_summed = false;
   // What kernels derive from a mask that is known; none where they do it in each call.
   std::vector<int32_t> tile_list;
   // An estimate of the time that the list takes, to choose between lists of the same pairs.

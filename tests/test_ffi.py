@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_magi  # noqa: F401 (it registers the targets)
+
 _F32 = np.float32
 
 
@@ -19,6 +21,8 @@ def _forward(change):
     "v": ((2, 8, 2, 16), _F32),
     "slices": ((1, 3, 6), np.int32),
     "sink": ((2, 4), _F32),
+    "bias": ((0, 0, 0, 0), _F32),
+    "alibi_slopes": ((0, 0), _F32),
     "tile_list": ((0,), np.int32),
   }
   results = {
@@ -39,12 +43,16 @@ def _backward(change):
     "lse": ((2, 8, 4), _F32),
     "delta": ((2, 8, 4), _F32),
     "slices": ((1, 3, 6), np.int32),
+    "bias": ((0, 0, 0, 0), _F32),
+    "alibi_slopes": ((0, 0), _F32),
     "tile_list": ((0,), np.int32),
   }
   results = {
     "dq": ((2, 8, 4, 16), _F32),
     "dk": ((2, 8, 2, 16), _F32),
     "dv": ((2, 8, 2, 16), _F32),
+    "dbias": ((0,), _F32),
+    "dslopes": ((0,), _F32),
     "workspace": ((0,), np.uint8),
   }
   attributes = _FORWARD_ATTRIBUTES | {"deterministic": False}
@@ -113,6 +121,15 @@ def test_right_shapes_are_accepted():
     ("slices", ((1, 3, 6), np.int16)),
     ("sink", ((4,), _F32)),
     ("sink", ((2, 4), np.float16)),
+    ("bias", ((4, 8, 8), _F32)),
+    ("bias", ((2, 4, 8, 7), _F32)),
+    ("bias", ((2, 4, 7, 8), _F32)),
+    ("bias", ((2, 2, 8, 8), _F32)),
+    ("bias", ((3, 1, 1, 8), _F32)),
+    ("bias", ((1, 1, 8, 8), np.float16)),
+    ("alibi_slopes", ((4,), _F32)),
+    ("alibi_slopes", ((1, 4), _F32)),
+    ("alibi_slopes", ((2, 4), np.float16)),
     ("out", ((2, 8, 4, 15), _F32)),
     ("out", ((2, 8, 4, 16), np.float16)),
     ("lse", ((2, 4, 8), _F32)),
@@ -134,6 +151,8 @@ def test_operands_that_contradict_q_are_named():
 @pytest.mark.parametrize(
   ("name", "wrong"),
   [
+    ("dbias", ((1, 1, 8, 8), _F32)),
+    ("dslopes", ((2, 4), _F32)),
     ("dout", ((2, 8, 4, 17), _F32)),
     ("dout", ((2, 8, 4, 16), np.float16)),
     ("lse", ((2, 4, 8), _F32)),

@@ -18,6 +18,8 @@ auto ForwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // v
       .template Arg<ffi::AnyBuffer>()  // slices
       .template Arg<ffi::AnyBuffer>()  // sink
+      .template Arg<ffi::AnyBuffer>()  // bias: without elements: none
+      .template Arg<ffi::AnyBuffer>()  // alibi_slopes: likewise
       .template Arg<ffi::AnyBuffer>()  // tile_list: of AttentionNeeds; without elements: none
       .template Ret<ffi::AnyBuffer>()  // out
       .template Ret<ffi::AnyBuffer>()  // lse
@@ -41,10 +43,14 @@ auto BackwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // lse
       .template Arg<ffi::AnyBuffer>()  // delta
       .template Arg<ffi::AnyBuffer>()  // slices
+      .template Arg<ffi::AnyBuffer>()  // bias
+      .template Arg<ffi::AnyBuffer>()  // alibi_slopes
       .template Arg<ffi::AnyBuffer>()  // tile_list
       .template Ret<ffi::AnyBuffer>()  // dq
       .template Ret<ffi::AnyBuffer>()  // dk
       .template Ret<ffi::AnyBuffer>()  // dv
+      .template Ret<ffi::AnyBuffer>()  // dbias: without elements: not wanted
+      .template Ret<ffi::AnyBuffer>()  // dslopes: likewise
       .template Ret<ffi::AnyBuffer>()  // workspace
       .template Attr<float>("softmax_scale")
       .template Attr<float>("softcap")

@@ -4,6 +4,63 @@
 
 namespace jax_magi {
 namespace ffi = xla::ffi;
+namespace {
+
+// Checks bias and slopes, and fills what a forward or backward call has of them.
+template <typename Args>
+ffi::Error DecodeTerms(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer bias,
+                       ffi::AnyBuffer alibi_slopes, Args* args) {
+  const AttentionShape& s = args->shape;
+  args->bias = nullptr;
+  args->bias_layout = {};
+  if (bias.element_count() > 0) {
+    const auto dims = bias.dimensions();
+    if (dims.size() != 4) return Invalid(context, "bias", "must have 4 dimensions");
+    const auto either = [](int64_t size, int64_t full) { return size == 1 ? 1 : full; };
+    JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"bias", bias},
+                                       {either(dims[0], s.batch), either(dims[1], s.num_q_heads),
+                                        either(dims[2], s.q_len), s.k_len}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"bias", bias}, {q.element_type(), ffi::F32}));
+    args->bias = bias.untyped_data();
+    args->bias_layout = BiasLayoutOf(s, ToDType(bias.element_type()), dims[0], dims[1], dims[2]);
+  }
+  args->alibi_slopes = nullptr;
+  if (alibi_slopes.element_count() > 0) {
+    const NamedBuffer named{"alibi_slopes", alibi_slopes};
+    JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, named, {s.batch, s.num_q_heads}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
+    args->alibi_slopes = static_cast<const float*>(alibi_slopes.untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+// Checks their gradients, where they are wanted.
+ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
+                               ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer dbias,
+                               ffi::AnyBuffer dslopes, BackwardArgs* args) {
+  args->dbias = nullptr;
+  args->dbias_dtype = ToDType(dbias.element_type());
+  if (dbias.element_count() > 0) {
+    const auto dims = bias.dimensions();
+    if (args->bias == nullptr) return Invalid(context, "dbias", "needs a bias");
+    JAX_MAGI_RETURN_IF_ERROR(
+        CheckDims(context, {"dbias", dbias}, {dims[0], dims[1], dims[2], dims[3]}));
+    JAX_MAGI_RETURN_IF_ERROR(
+        CheckDType(context, {"dbias", dbias}, {bias.element_type(), ffi::F32}));
+    args->dbias = dbias.untyped_data();
+  }
+  args->dslopes = nullptr;
+  if (dslopes.element_count() > 0) {
+    const AttentionShape& s = args->shape;
+    if (args->alibi_slopes == nullptr) return Invalid(context, "dslopes", "needs alibi_slopes");
+    JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"dslopes", dslopes}, {s.batch, s.num_q_heads}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dslopes", dslopes}, {ffi::F32}));
+    args->dslopes = static_cast<float*>(dslopes.untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
 
 ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer k,
                            ffi::AnyBuffer v, ffi::AnyBuffer slices, AttentionShape* shape,
@@ -51,12 +108,14 @@ ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer
 }
 
 ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                         ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer out,
-                         ffi::AnyBuffer lse, ffi::AnyBuffer max_logits, float softmax_scale,
-                         float softcap, ForwardArgs* args) {
+                         ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer bias,
+                         ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer out, ffi::AnyBuffer lse,
+                         ffi::AnyBuffer max_logits, float softmax_scale, float softcap,
+                         ForwardArgs* args) {
   const char* context = "jax_magi attention forward";
   JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
   const AttentionShape& s = args->shape;
+  JAX_MAGI_RETURN_IF_ERROR(DecodeTerms(context, q, bias, alibi_slopes, args));
   JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"sink", sink}, {s.batch, s.num_q_heads}));
   JAX_MAGI_RETURN_IF_ERROR(
       CheckDims(context, {"out", out}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
@@ -83,12 +142,15 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 
 ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer dout,
                           ffi::AnyBuffer lse, ffi::AnyBuffer delta, ffi::AnyBuffer slices,
-                          ffi::AnyBuffer dq, ffi::AnyBuffer dk, ffi::AnyBuffer dv,
-                          bool is_dq_summed, float softmax_scale, float softcap, BackwardArgs* args,
-                          int* num_dkv_parts) {
+                          ffi::AnyBuffer bias, ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer dq,
+                          ffi::AnyBuffer dk, ffi::AnyBuffer dv, ffi::AnyBuffer dbias,
+                          ffi::AnyBuffer dslopes, bool is_dq_summed, float softmax_scale,
+                          float softcap, BackwardArgs* args, int* num_dkv_parts) {
   const char* context = "jax_magi attention backward";
   JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
   const AttentionShape& s = args->shape;
+  JAX_MAGI_RETURN_IF_ERROR(DecodeTerms(context, q, bias, alibi_slopes, args));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeTermGradients(context, bias, alibi_slopes, dbias, dslopes, args));
   int64_t parts = 1;
   if (num_dkv_parts != nullptr && s.batch > 0 && dk.dimensions().size() == 4) {
     parts = std::max<int64_t>(dk.dimensions()[0] / s.batch, 1);

@@ -14,6 +14,7 @@ namespace jax_magi {
 // Fills `args` of a forward call, and checks all of it.
 xla::ffi::Error DecodeForward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                               xla::ffi::AnyBuffer slices, xla::ffi::AnyBuffer sink,
+                              xla::ffi::AnyBuffer bias, xla::ffi::AnyBuffer alibi_slopes,
                               xla::ffi::AnyBuffer out, xla::ffi::AnyBuffer lse,
                               xla::ffi::AnyBuffer max_logits, float softmax_scale, float softcap,
                               ForwardArgs* args);
@@ -28,8 +29,10 @@ xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla:
 xla::ffi::Error DecodeBackward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                                xla::ffi::AnyBuffer dout, xla::ffi::AnyBuffer lse,
                                xla::ffi::AnyBuffer delta, xla::ffi::AnyBuffer slices,
+                               xla::ffi::AnyBuffer bias, xla::ffi::AnyBuffer alibi_slopes,
                                xla::ffi::AnyBuffer dq, xla::ffi::AnyBuffer dk,
-                               xla::ffi::AnyBuffer dv, bool is_dq_summed, float softmax_scale,
+                               xla::ffi::AnyBuffer dv, xla::ffi::AnyBuffer dbias,
+                               xla::ffi::AnyBuffer dslopes, bool is_dq_summed, float softmax_scale,
                                float softcap, BackwardArgs* args, int* num_dkv_parts);
 
 }  // namespace jax_magi

@@ -11,6 +11,14 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+ffi::Error RefuseTerms(const std::string& context, const void* bias, const float* alibi_slopes) {
+  if (bias == nullptr && alibi_slopes == nullptr) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    context +
+                        ": the CUDA kernels take neither bias nor alibi_slopes; "
+                        "implementation=\"blockwise\" does");
+}
+
 // Checks what only the GPU's kernels ask for, and makes the options of a launch.
 ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
                          ffi::AnyBuffer tile_list, ffi::AnyBuffer workspace, int32_t sm_margin,
@@ -39,14 +47,16 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
 }
 
 ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer tile_list,
+                   ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer bias,
+                   ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer tile_list,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
                    ffi::Result<ffi::AnyBuffer> max_logits, ffi::Result<ffi::AnyBuffer> workspace,
                    float softmax_scale, float softcap, int32_t sm_margin, int32_t tile_stamp) {
   const char* context = "jax_magi attention forward";
   ForwardArgs args;
-  JAX_MAGI_RETURN_IF_ERROR(
-      DecodeForward(q, k, v, slices, sink, *out, *lse, *max_logits, softmax_scale, softcap, &args));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, *out, *lse,
+                                         *max_logits, softmax_scale, softcap, &args));
+  JAX_MAGI_RETURN_IF_ERROR(RefuseTerms(context, args.bias, args.alibi_slopes));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/false,
                            /*deterministic=*/true};
   cuda::LaunchOptions options;
@@ -57,16 +67,19 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
 
 ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                     ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
-                    ffi::AnyBuffer slices, ffi::AnyBuffer tile_list, ffi::Result<ffi::AnyBuffer> dq,
+                    ffi::AnyBuffer slices, ffi::AnyBuffer bias, ffi::AnyBuffer alibi_slopes,
+                    ffi::AnyBuffer tile_list, ffi::Result<ffi::AnyBuffer> dq,
                     ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+                    ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> dslopes,
                     ffi::Result<ffi::AnyBuffer> workspace, float softmax_scale, float softcap,
                     bool deterministic, int32_t sm_margin, int32_t tile_stamp) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
   int num_parts = 1;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          /*is_dq_summed=*/!deterministic, softmax_scale, softcap,
-                                          &args, &num_parts));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(
+      q, k, v, dout, lse, delta, slices, bias, alibi_slopes, *dq, *dk, *dv, *dbias, *dslopes,
+      /*is_dq_summed=*/!deterministic, softmax_scale, softcap, &args, &num_parts));
+  JAX_MAGI_RETURN_IF_ERROR(RefuseTerms(context, args.bias, args.alibi_slopes));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
                            deterministic};
   cuda::LaunchOptions options;

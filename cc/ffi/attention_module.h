@@ -28,6 +28,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       .def_ro("workspace_bytes", &AttentionNeeds::workspace_bytes)
       .def_ro("num_dkv_parts", &AttentionNeeds::num_dkv_parts)
       .def_ro("is_dq_summed", &AttentionNeeds::is_dq_summed)
+      .def_ro("is_dbias_summed", &AttentionNeeds::is_dbias_summed)
       .def_ro("tile_cost", &AttentionNeeds::tile_cost)
       .def_ro("tile_stamp", &AttentionNeeds::tile_stamp)
       .def_prop_ro("tile_list", [](const AttentionNeeds& self) {
@@ -38,7 +39,8 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       "attention_needs",
       [needs](nb::tuple q_shape, nb::tuple k_shape, int64_t value_dim, nb::tuple slices_shape,
               const std::string& dtype, bool has_softcap, bool is_backward, bool deterministic,
-              nb::object static_slices) {
+              nb::object static_slices, nb::object bias_shape, const std::string& bias_dtype,
+              bool has_alibi, bool wants_dbias, bool wants_dslopes) {
         const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
         const AttentionShape shape{/*batch=*/at(q_shape, 0),
                                    /*q_len=*/at(q_shape, 1),
@@ -57,13 +59,24 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
           }
           slices = reinterpret_cast<const Slice*>(bytes.c_str());
         }
-        return needs(
-            AttentionCall{shape, ParseDType(dtype), has_softcap, is_backward, deterministic},
-            slices);
+        AttentionCall call{shape, ParseDType(dtype), has_softcap, is_backward, deterministic};
+        call.has_bias = !bias_shape.is_none();
+        call.has_alibi = has_alibi;
+        if (call.has_bias) {
+          const nb::tuple dims = nb::cast<nb::tuple>(bias_shape);
+          call.bias_layout =
+              BiasLayoutOf(shape, ParseDType(bias_dtype), at(dims, 0), at(dims, 1), at(dims, 2));
+        }
+        call.wants_dbias = wants_dbias;
+        call.wants_dslopes = wants_dslopes;
+        return needs(call, slices);
       },
       nb::kw_only(), nb::arg("q_shape"), nb::arg("k_shape"), nb::arg("value_dim"),
       nb::arg("slices_shape"), nb::arg("dtype"), nb::arg("has_softcap"), nb::arg("is_backward"),
-      nb::arg("deterministic"), nb::arg("static_slices").none());
+      nb::arg("deterministic"), nb::arg("static_slices").none(),
+      nb::arg("bias_shape").none() = nb::none(), nb::arg("bias_dtype") = "float32",
+      nb::arg("has_alibi") = false, nb::arg("wants_dbias") = false,
+      nb::arg("wants_dslopes") = false);
 }
 
 }  // namespace jax_magi

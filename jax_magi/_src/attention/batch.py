@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +26,9 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
     config = dataclasses.replace(config, static_slices=slices.tobytes())
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   operands = vary_together(q, k, v, slices, sink)
-  op = functools.partial(ops.attention, config)
+
+  def op(*operands):
+    return ops.attention(config, *operands, {})
 
   def out_specs(axes):
     batch, _, heads, _ = axes

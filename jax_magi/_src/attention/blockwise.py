@@ -35,7 +35,18 @@ def forward(q, k, v, slices, sink, *, softmax_scale: float, softcap: float, out_
 
 
 def backward(
-  q, k, v, dout, lse, delta, slices, *, softmax_scale: float, softcap: float, grad_dtype: Any
+  q,
+  k,
+  v,
+  dout,
+  lse,
+  delta,
+  slices,
+  *,
+  softmax_scale: float,
+  softcap: float,
+  grad_dtype: Any,
+  wants: tuple[str, ...] = (),
 ):
   """Returns dq, dk and dv in `grad_dtype`."""
   slices = clamped(slices, q.shape[1], k.shape[1])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
@@ -18,6 +19,7 @@ from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS, Backend
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
+from jax_magi._src.transforms.varying import vary_like
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
@@ -37,32 +39,60 @@ class AttentionConfig:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(config: AttentionConfig, q, k, v, slices, sink):
-  """`forward`, with gradients for q, k, v and sink, from those of out and lse."""
-  return forward(config, q, k, v, slices, sink)
+def attention(config: AttentionConfig, q, k, v, slices, sink, terms):
+  """`forward`, with gradients for q, k, v, sink and terms, from those of out and lse.
+
+  `terms` are the optional operands of `forward` that there are, by name.
+  """
+  return forward(config, q, k, v, slices, sink, **terms)
 
 
-def _attention_fwd(config, q, k, v, slices, sink):
-  out, lse, max_logits = forward(config, q, k, v, slices, sink)
+def _attention_fwd(config, *operands):
+  terms = operands[-1]
+  # As the keys of a dict, which are no data: whose gradient costs nothing unless it is asked for.
+  wanted: dict[str, tuple] = {name: () for name, x in terms.items() if x.perturbed}
+  q, k, v, slices, sink, terms = jax.tree.map(lambda x: x.value, operands)
+  out, lse, max_logits = forward(config, q, k, v, slices, sink, **terms)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
   out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
-  return (out, lse, max_logits), (q, k, v, slices, sink, out, lse)
+  return (out, lse, max_logits), (q, k, v, slices, sink, terms, wanted, out, lse)
 
 
 def _attention_bwd(config, residuals, cotangents):
-  q, k, v, slices, sink, out, lse = residuals
-  dout, dlse, _ = cotangents
+  q, k, v, slices, sink, terms, wanted, out, lse = residuals
+  dout, dlse, _ = map(_instantiated, cotangents, (out, lse, lse))
   row_delta = delta(out, lse, dout, dlse)
   dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
   config, slices = _grouped_by_keys(config, slices)
-  dq, dk, dv = backward(config, q, k, v, dout, lse, row_delta, slices)
-  return dq, dk, dv, None, dsink
+  dq, dk, dv, *dterms = backward(
+    config, q, k, v, dout, lse, row_delta, slices, **terms, wants=tuple(wanted)
+  )
+  gradients = dict(zip(wanted, dterms, strict=True))
+  return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
-def forward(config: AttentionConfig, q, k, v, slices, sink, *, out_dtype: Any = None):
+def _instantiated(cotangent, like):
+  """A gradient that is zero as an array, if JAX only says that it is."""
+  if not isinstance(cotangent, SymbolicZero):
+    return cotangent
+  return vary_like(jnp.zeros(cotangent.shape, cotangent.dtype), like)
+
+
+def forward(
+  config: AttentionConfig,
+  q,
+  k,
+  v,
+  slices,
+  sink,
+  *,
+  bias=None,
+  alibi_slopes=None,
+  out_dtype: Any = None,
+):
   """Attention over a batch.
 
   Args:
@@ -72,6 +102,9 @@ def forward(config: AttentionConfig, q, k, v, slices, sink, *, out_dtype: Any = 
     v: `[batch, k_len, num_kv_heads, value_dim]`.
     slices: int32 `[batch or 1, num_slices, 6]`.
     sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
+    bias: `[batch or 1, num_q_heads or 1, q_len or 1, k_len]`, added to the scaled logits, in q's
+      dtype or float32; None is none.
+    alibi_slopes: float32 `[batch, num_q_heads]`; each times (key - query) is added, too.
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
 
   Returns:
@@ -79,7 +112,8 @@ def forward(config: AttentionConfig, q, k, v, slices, sink, *, out_dtype: Any = 
     `[batch, num_q_heads]`.
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
-  return _forward(config, dtype)(q, k, v, slices, sink)
+  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
+  return _forward(config, dtype, tuple(terms))(q, k, v, slices, sink, *terms.values())
 
 
 def delta(out, lse, dout, dlse):
@@ -92,7 +126,21 @@ def delta(out, lse, dout, dlse):
   return jnp.where(lse == -jnp.inf, 0.0, row_delta)
 
 
-def backward(config: AttentionConfig, q, k, v, dout, lse, delta, slices, *, grad_dtype: Any = None):
+def backward(
+  config: AttentionConfig,
+  q,
+  k,
+  v,
+  dout,
+  lse,
+  delta,
+  slices,
+  *,
+  bias=None,
+  alibi_slopes=None,
+  wants: tuple[str, ...] = (),
+  grad_dtype: Any = None,
+):
   """Gradients of `forward`, from statistics that may be those of more keys than these.
 
   Args:
@@ -104,13 +152,22 @@ def backward(config: AttentionConfig, q, k, v, dout, lse, delta, slices, *, grad
     lse: as `forward` returns it; of all keys, where k and v are a part of them.
     delta: as `delta` returns it, likewise.
     slices: see above.
+    bias: see above.
+    alibi_slopes: see above.
+    wants: which of "bias" and "alibi_slopes" have a gradient, in this order.
     grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
 
   Returns:
-    dq, dk, dv.
+    dq, dk, dv; and what is wanted, each like its operand.
   """
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
-  return _backward(config, dtype)(q, k, v, dout, lse, delta, slices)
+  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
+  call = _backward(config, dtype, tuple(terms), wants)
+  return call(q, k, v, dout, lse, delta, slices, *terms.values())
+
+
+def _given(**terms):
+  return {name: x for name, x in terms.items() if x is not None}
 
 
 def sink_probability(sink, lse):
@@ -138,40 +195,63 @@ def _grouped_by_keys(config: AttentionConfig, slices):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """A kernel call. Dimensions of operands and results are letters, as in `keep_batch_and_heads`."""
+  """A kernel call.
+
+  Attributes:
+    operands: their names.
+    results: their dimensions, as letters of `keep_batch_and_heads`.
+    wants: operands whose gradients are the last results.
+    is_backward: which of the two calls it is.
+  """
 
   operands: tuple[str, ...]
   results: tuple[str, ...]
-  slices_index: int
-  is_backward: bool
+  wants: tuple[str, ...] = ()
+  is_backward: bool = False
+
+  @property
+  def slices_index(self) -> int:
+    return self.operands.index("slices")
 
 
-_FORWARD = _Call(("bqhd", "bkgd", "bkge", "bnc", "bh"), ("bqhe", "bqh", "bh"), 3, False)
-_BACKWARD = _Call(
-  ("bqhd", "bkgd", "bkge", "bqhe", "bqh", "bqh", "bnc"), ("bqhd", "bkgd", "bkge"), 6, True
-)
+_LETTERS = {
+  "q": "bqhd",
+  "k": "bkgd",
+  "v": "bkge",
+  "dout": "bqhe",
+  "lse": "bqh",
+  "delta": "bqh",
+  "slices": "bnc",
+  "sink": "bh",
+  "bias": "bhqk",
+  "alibi_slopes": "bh",
+}
 
 # Bounded, as each concrete mask has a config of its own.
 _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: AttentionConfig, out_dtype: Any) -> Callable:
+def _forward(config: AttentionConfig, out_dtype: Any, terms: tuple[str, ...]) -> Callable:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
     "out_dtype": out_dtype,
   }
   kernel = functools.partial(native.forward, **options, sm_margin=config.sm_margin)
-  return _wrap(config, _FORWARD, kernel, functools.partial(blockwise.forward, **options))
+  call = _Call(("q", "k", "v", "slices", "sink", *terms), ("bqhe", "bqh", "bh"))
+  return _wrap(config, call, kernel, functools.partial(blockwise.forward, **options))
 
 
 @_cache
-def _backward(config: AttentionConfig, grad_dtype: Any) -> Callable:
+def _backward(
+  config: AttentionConfig, grad_dtype: Any, terms: tuple[str, ...], wants: tuple[str, ...]
+) -> Callable:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
     "grad_dtype": grad_dtype,
+    "wants": wants,
   }
   kernel = functools.partial(
     native.backward,
@@ -180,7 +260,13 @@ def _backward(config: AttentionConfig, grad_dtype: Any) -> Callable:
     sm_margin=config.sm_margin,
     static_slices=config.static_slices,
   )
-  return _wrap(config, _BACKWARD, kernel, functools.partial(blockwise.backward, **options))
+  call = _Call(
+    ("q", "k", "v", "dout", "lse", "delta", "slices", *terms),
+    tuple(_LETTERS[name] for name in ("q", "k", "v", *wants)),
+    wants,
+    is_backward=True,
+  )
+  return _wrap(config, call, kernel, functools.partial(blockwise.backward, **options))
 
 
 def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callable) -> Callable:
@@ -192,8 +278,16 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
   def usable(q, _, v, *rest):
     return {p: f for p, f in natives.items() if BACKENDS[p].attention_obstacle(q, v) is None}
 
+  # A gradient is one for each mapped element, and so is then the operand.
+  shared = {"slices", "bias"}.intersection(call.operands).difference(call.wants)
+  num_others = len(call.results) - len(call.wants)
   return by_platform(
-    config.implementation, usable, plain, plain_name="blockwise", shared=(call.slices_index,)
+    config.implementation,
+    usable,
+    lambda *operands: plain(**dict(zip(call.operands, operands, strict=True))),
+    plain_name="blockwise",
+    shared=tuple(map(call.operands.index, shared)),
+    summed={num_others + i: call.operands.index(name) for i, name in enumerate(call.wants)},
   )
 
 
@@ -202,10 +296,13 @@ def _on_backend(
 ) -> Callable:
   # The tile list is one for all, and made before the batch and heads are split.
   def split(operands, tile_list, **options):
-    fun = keep_batch_and_heads(
-      functools.partial(kernel, **options), [*call.operands, "t"], list(call.results)
-    )
-    return fun(*operands, tile_list)
+    names = (*call.operands, "tile_list")
+
+    def by_name(*arrays):
+      return kernel(**dict(zip(names, arrays, strict=True)), **options)
+
+    letters = [_LETTERS[name] for name in call.operands]
+    return keep_batch_and_heads(by_name, [*letters, "t"], list(call.results))(*operands, tile_list)
 
   def fun(*operands):
     if config.static_slices is None or operands[call.slices_index].shape[0] != 1:
@@ -214,6 +311,7 @@ def _on_backend(
     candidates = [known]
     if not call.is_backward and (grouped := grouped_by_keys(known)) is not known:
       candidates.append(grouped)
+    named = dict(zip(call.operands, operands, strict=True))
     slices, plan = native.plan_tiles(
       backend,
       *operands[:3],
@@ -221,6 +319,9 @@ def _on_backend(
       softcap=config.softcap,
       is_backward=call.is_backward,
       deterministic=config.deterministic,
+      bias=named.get("bias"),
+      alibi_slopes=named.get("alibi_slopes"),
+      wants=call.wants,
     )
     if slices is not known:
       before, after = operands[: call.slices_index], operands[call.slices_index + 1 :]

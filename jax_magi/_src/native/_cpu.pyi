@@ -10,6 +10,8 @@ class AttentionNeeds:
   @property
   def is_dq_summed(self) -> bool: ...
   @property
+  def is_dbias_summed(self) -> bool: ...
+  @property
   def tile_list(self) -> bytes: ...
   @property
   def tile_cost(self) -> int: ...
@@ -28,5 +30,10 @@ def attention_needs(
   is_backward: bool,
   deterministic: bool,
   static_slices: bytes | None,
+  bias_shape: _Shape | None = None,
+  bias_dtype: str = "float32",
+  has_alibi: bool = False,
+  wants_dbias: bool = False,
+  wants_dslopes: bool = False,
 ) -> AttentionNeeds:
   """What a call with these operands needs. `static_slices`, if known, give it a tile list."""

@@ -1,9 +1,10 @@
 """The native attention kernels as JAX functions.
 
-    b: batch, or 1 for `slices` shared by the whole batch
+    b: batch, or 1 for `slices` and `bias` shared by the whole batch
     q, dout, dq     [b, q_len, num_q_heads, dim]    lse, delta            [b, q_len, num_q_heads]
     k, v, dk, dv    [b, k_len, num_kv_heads, dim]   sink, max_logits      [b, num_q_heads]
-    slices          [b, num_slices, 6]              tile_list             words, or none
+    slices          [b, num_slices, 6]              alibi_slopes, dslopes [b, num_q_heads]
+    bias, dbias     [b, num_q_heads or 1, q_len or 1, k_len]    tile_list words, or none
 
 What an operand means is the same for every backend, and stands in `cc/attention.h`.
 """
@@ -35,6 +36,9 @@ def plan_tiles(
   softcap: float,
   is_backward: bool,
   deterministic: bool,
+  bias: Any = None,
+  alibi_slopes: Any = None,
+  wants: tuple[str, ...] = (),
 ) -> tuple[np.ndarray, Any]:
   """What the kernels derive from a mask that is known when the call is traced.
 
@@ -47,6 +51,9 @@ def plan_tiles(
     softcap: as in `forward`.
     is_backward: which of the two calls it is.
     deterministic: as in `backward`.
+    bias: the call's operand, or None.
+    alibi_slopes: likewise.
+    wants: as in `backward`.
 
   Returns:
     The slices that the kernels take the least time for, and what these need. Their `tile_list`
@@ -66,6 +73,9 @@ def plan_tiles(
         is_backward=is_backward,
         deterministic=deterministic,
         static_slices=slices.tobytes(),
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        wants=wants,
       ),
     )
     for slices in candidates
@@ -84,6 +94,9 @@ def _needs(
   is_backward: bool,
   deterministic: bool = False,
   static_slices: bytes | None = None,
+  bias: Any = None,
+  alibi_slopes: Any = None,
+  wants: tuple[str, ...] = (),
 ) -> Any:
   """`static_slices` are the values of `slices`, where they are known and one list."""
   return backend.module.attention_needs(
@@ -96,6 +109,20 @@ def _needs(
     is_backward=is_backward,
     deterministic=deterministic,
     static_slices=static_slices if slices.shape[0] == 1 else None,
+    bias_shape=None if bias is None else bias.shape,
+    bias_dtype="float32" if bias is None else bias.dtype.name,
+    has_alibi=alibi_slopes is not None,
+    wants_dbias="bias" in wants,
+    wants_dslopes="alibi_slopes" in wants,
+  )
+
+
+def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
+  """Operands without elements where there is none."""
+  # Made by an operation: custom_partitioning takes no constants.
+  return (
+    jnp.zeros((0, 0, 0, 0), np.float32) if bias is None else bias,
+    jnp.zeros((0, 0), np.float32) if alibi_slopes is None else alibi_slopes,
   )
 
 
@@ -106,6 +133,8 @@ def forward(
   slices,
   sink,
   tile_list,
+  bias=None,
+  alibi_slopes=None,
   *,
   backend: Backend,
   softmax_scale: float,
@@ -121,10 +150,20 @@ def forward(
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
   batch, q_len, num_q_heads, _ = q.shape
-  needs = _needs(backend, q, k, v, slices, softcap=softcap, is_backward=False)
+  needs = _needs(
+    backend,
+    q,
+    k,
+    v,
+    slices,
+    softcap=softcap,
+    is_backward=False,
+    bias=bias,
+    alibi_slopes=alibi_slopes,
+  )
   out, lse, max_logits, _ = native_call(
     _FORWARD,
-    (q, k, v, slices, sink, tile_list),
+    (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list),
     [
       ((batch, q_len, num_q_heads, v.shape[-1]), out_dtype),
       ((batch, q_len, num_q_heads), np.float32),
@@ -148,7 +187,10 @@ def backward(
   delta,
   slices,
   tile_list,
+  bias=None,
+  alibi_slopes=None,
   *,
+  wants: tuple[str, ...] = (),
   backend: Backend,
   softmax_scale: float,
   softcap: float,
@@ -156,8 +198,11 @@ def backward(
   sm_margin: int,
   static_slices: bytes | None,
   grad_dtype: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns dq, dk and dv in `grad_dtype`, which is q's or float32."""
+) -> tuple[jax.Array, ...]:
+  """Returns dq, dk and dv in `grad_dtype`, which is q's or float32; and then what `wants` names.
+
+  That may be the gradient of "bias", in its dtype, and that of "alibi_slopes".
+  """
   dims = q.shape[-1], k.shape[-1], v.shape[-1]
   q, k, v, dout = (_pad_dim(x, backend) for x in (q, k, v, dout))
   needs = _needs(
@@ -170,16 +215,23 @@ def backward(
     is_backward=True,
     deterministic=deterministic,
     static_slices=static_slices,
+    bias=bias,
+    alibi_slopes=alibi_slopes,
+    wants=wants,
   )
   num_parts = needs.num_dkv_parts
   part_dtype = grad_dtype if num_parts == 1 else np.float32
-  dq, *parts, _ = native_call(
+  nothing = (0,), np.float32
+  dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
+  dq, *parts, dbias, dslopes, _ = native_call(
     _BACKWARD,
-    (q, k, v, dout, lse, delta, slices, tile_list),
+    (q, k, v, dout, lse, delta, slices, *_terms(bias, alibi_slopes), tile_list),
     [
       (q.shape, np.float32 if needs.is_dq_summed else grad_dtype),
       ((num_parts * k.shape[0], *k.shape[1:]), part_dtype),
       ((num_parts * v.shape[0], *v.shape[1:]), part_dtype),
+      (bias.shape, dbias_dtype) if "bias" in wants else nothing,
+      (alibi_slopes.shape, np.float32) if "alibi_slopes" in wants else nothing,
       ((needs.workspace_bytes,), np.uint8),
     ],
     softmax_scale=np.float32(softmax_scale),
@@ -193,8 +245,13 @@ def backward(
     parts = [functools.reduce(operator.add, jnp.split(x, num_parts)) for x in parts]
   if needs.is_dq_summed:
     dq = dq * np.float32(softmax_scale)  # XLA does this in whatever reads dq next.
-  gradients = (x.astype(grad_dtype)[..., :dim] for x, dim in zip((dq, *parts), dims, strict=True))
-  return tuple(gradients)  # type: ignore[return-value]
+  pairs = zip((dq, *parts), dims, strict=True)
+  gradients = [x.astype(grad_dtype)[..., :dim] for x, dim in pairs]
+  if "bias" in wants:
+    gradients.append(dbias.astype(bias.dtype))
+  if "alibi_slopes" in wants:
+    gradients.append(dslopes)
+  return tuple(gradients)
 
 
 def _pad_dim(x, backend: Backend):

@@ -9,11 +9,17 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
-def fold_batch(fun: Callable, shared: tuple[int, ...]) -> Callable:
+def fold_batch(
+  fun: Callable, shared: tuple[int, ...], summed: dict[int, int] | None = None
+) -> Callable:
   """Makes vmap one larger batch: the mapped axis joins the leading one of every operand.
 
   Operands whose index is in `shared` may have a leading axis of 1: one for the whole batch. They
   stay so as long as they are not mapped.
+
+  `summed` gives results, by index, the operand of which they are the gradient. That one, too, may
+  have a leading axis of 1, and its gradient is then a sum over the batch; but each mapped element
+  has a gradient of its own.
 
   The result must not be differentiated: JAX's derivative of a `custom_vmap` maps operands and
   their tangents one after the other where only some of them are mapped.
@@ -34,8 +40,13 @@ def fold_batch(fun: Callable, shared: tuple[int, ...]) -> Callable:
       x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
       return x.reshape(axis_size * batch, *x.shape[2:])
 
+    def part(i, x):
+      x = x.reshape(axis_size, batch, *x.shape[1:])
+      source = (summed or {}).get(i)
+      is_sum = source is not None and operands[source].shape[1 if is_mapped[source] else 0] == 1
+      return x.sum(axis=1, keepdims=True) if is_sum and batch != 1 else x
+
     results = folded(*(join(i, x) for i, x in enumerate(operands)))
-    results = tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in results)
-    return results, (True,) * len(results)
+    return tuple(part(i, x) for i, x in enumerate(results)), (True,) * len(results)
 
   return folded

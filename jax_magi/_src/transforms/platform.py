@@ -18,6 +18,7 @@ def by_platform(
   *,
   plain_name: str,
   shared: tuple[int, ...],
+  summed: dict[int, int] | None = None,
 ) -> Callable:
   """The native kernel where the platform that is compiled for has one; plain JAX elsewhere.
 
@@ -30,6 +31,7 @@ def by_platform(
     plain: the same op in plain JAX.
     plain_name: the name of the plain path.
     shared: operands, by index, that may be one for the whole batch.
+    summed: gradients of such operands among the results, as in `fold_batch`.
   """
 
   def usable_natives(operands):
@@ -56,7 +58,7 @@ def by_platform(
     default = {"default": plain} if implementation is None else {}
     return lax.platform_dependent(*operands, **usable, **default)
 
-  op = jax.custom_jvp(fold_batch(call, shared))
+  op = jax.custom_jvp(fold_batch(call, shared, summed))
 
   @op.defjvp
   def _(primals, tangents):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -26,7 +27,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
       there are kv heads, the second one has those.
     operands: each operand's dimensions as letters: b batch, h (query) heads, g kv heads. A size of
       1 is an operand that the whole batch, or all heads, share.
-    results: likewise.
+    results: likewise. A size of 1 is a sum over the batch, or over all heads.
   """
 
   def positional(*arrays):  # custom_partitioning wants to see no keywords.
@@ -59,7 +60,18 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
         for letters, x in zip(dims, types, strict=True)
       )
 
-    return mesh, positional, shardings(results, result_types), shardings(operands, operand_types)
+    def split_axes(letters, x):
+      """Mesh axes over which devices hold parts of the sum that `x` is."""
+      sizes = zip(letters, x.shape, strict=True)
+      return tuple(name for letter, size in sizes if size == 1 for name in axes.get(letter, ()))
+
+    sums = [split_axes(*pair) for pair in zip(results, result_types, strict=True)]
+
+    def summed(*arrays):
+      values = zip(positional(*arrays), sums, strict=True)
+      return tuple(lax.psum(x, names) if names else x for x, names in values)
+
+    return mesh, summed, shardings(results, result_types), shardings(operands, operand_types)
 
   def sharding_rule(_, operand_types, result_types):
     num_q_heads, num_kv_heads = heads_of(operand_types)
