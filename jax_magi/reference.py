@@ -11,7 +11,16 @@ import jax.numpy as jnp
 
 
 def attention(
-  q, k, v, dense_mask, *, softmax_scale=None, softcap=0.0, sink=None
+  q,
+  k,
+  v,
+  dense_mask,
+  *,
+  softmax_scale=None,
+  softcap=0.0,
+  sink=None,
+  bias=None,
+  alibi_slopes=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention that computes in q's dtype throughout.
 
@@ -23,6 +32,8 @@ def attention(
     softmax_scale: None is `head_dim ** -0.5`.
     softcap: 0 is none.
     sink: `[num_q_heads]` or `[num_sink, num_q_heads]`.
+    bias: broadcast to `[num_q_heads, q_len, k_len]`, and added before the cap; -inf hides a pair.
+    alibi_slopes: `[num_q_heads]`; each times (key - query) is added likewise.
 
   Returns:
     out `[q_len, num_q_heads, value_dim]`, lse `[q_len, num_q_heads]`, max_logits `[num_q_heads]`.
@@ -32,6 +43,13 @@ def attention(
   k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
   logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * jnp.asarray(scale, q.dtype)
   mask = jnp.asarray(dense_mask)[None]
+  if bias is not None:
+    bias = jnp.asarray(bias, q.dtype)
+    logits, mask = logits + bias, mask & (bias != -jnp.inf)
+  if alibi_slopes is not None:
+    distances = jnp.arange(k.shape[0])[None, :] - jnp.arange(q.shape[0])[:, None]
+    slopes = jnp.asarray(alibi_slopes, q.dtype)[:, None, None]
+    logits = logits + slopes * distances.astype(q.dtype)[None]
   max_logits = jnp.where(mask, logits, -jnp.inf).max(axis=(1, 2), initial=-jnp.inf)
   if softcap:
     logits = softcap * jnp.tanh(logits / softcap)

@@ -16,14 +16,35 @@ constexpr int64_t kMaxExtraBytes = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Batch rows and kv heads whose key tiles one task takes one after the other: those that add to the
+// same elements of dbias.
+struct Team {
+  int64_t num_batch = 1, num_heads = 1;
+};
+
+Team TeamOf(const BackwardArgs& args) {
+  Team team;
+  if (args.dbias == nullptr) return team;
+  if (args.bias_layout.batch_stride == 0) team.num_batch = args.shape.batch;
+  if (args.bias_layout.head_stride == 0) team.num_heads = args.shape.num_kv_heads;
+  return team;
+}
+
+int64_t NumBiasElements(const AttentionShape& shape, const BiasLayout& layout) {
+  return (layout.batch_stride ? shape.batch : 1) * (layout.head_stride ? shape.num_q_heads : 1) *
+         (layout.q_stride ? shape.q_len : 1) * shape.k_len;
+}
+
 }  // namespace
 
 int64_t ForwardScratch(const AttentionShape& shape) {
-  return kTile * (3 * PaddedDim(shape.head_dim) + 2 * PaddedDim(shape.value_dim) + kTile + 4);
+  return kTile * (3 * PaddedDim(shape.head_dim) + 2 * PaddedDim(shape.value_dim) + kTile + 4) +
+         kTermsScratch;
 }
 
 int64_t BackwardScratch(const AttentionShape& shape) {
-  return kTile * (6 * PaddedDim(shape.head_dim) + 4 * PaddedDim(shape.value_dim) + 3 * kTile + 2);
+  return kTile * (6 * PaddedDim(shape.head_dim) + 4 * PaddedDim(shape.value_dim) + 3 * kTile + 2) +
+         kTermsScratch;
 }
 
 bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for) {
@@ -66,28 +87,44 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
   const int64_t dq_size = shape.batch * shape.q_len * shape.num_q_heads * shape.head_dim;
   float* dq_sum = static_cast<float*>(args.dq);
   std::fill_n(dq_sum, dq_size, 0.0f);
+  if (args.dbias != nullptr) {
+    std::fill_n(static_cast<float*>(args.dbias), NumBiasElements(shape, args.bias_layout), 0.0f);
+  }
+  const int64_t num_slopes = args.dslopes == nullptr ? 0 : shape.batch * shape.num_q_heads;
+  std::fill_n(args.dslopes, num_slopes, 0.0f);
   if (num_heads == 0 || num_tiles == 0) return true;
 
   // Key tiles of one head add to the same dq. One task takes them all, in order, so the sum is the
-  // same every time; where heads are fewer than threads, several tasks share a head's key tiles,
-  // each with a dq of its own.
+  // same every time; where teams of heads are fewer than threads, several tasks share a team's key
+  // tiles, each with a dq of its own.
+  const Team team = TeamOf(args);
+  const int64_t head_teams = shape.num_kv_heads / team.num_heads;
+  const int64_t num_teams = shape.batch / team.num_batch * head_teams;
   const int64_t most_extra = kMaxExtraBytes / (static_cast<int64_t>(sizeof(float)) * dq_size + 1);
   const int64_t num_splits = std::clamp<int64_t>(
-      std::min(CeilDiv(2 * num_threads, num_heads), 1 + most_extra), 1, num_tiles);
+      std::min(CeilDiv(2 * num_threads, num_teams), 1 + most_extra), 1, num_tiles);
   const int64_t num_extra = num_splits - 1;
   std::unique_ptr<float[]> extra_dq(new (std::nothrow) float[num_extra * dq_size]);
   if (extra_dq == nullptr) return false;
   std::fill_n(extra_dq.get(), num_extra * dq_size, 0.0f);
+  std::unique_ptr<double[]> dslopes(new (std::nothrow) double[num_splits * num_slopes]);
+  if (dslopes == nullptr) return false;
+  std::fill_n(dslopes.get(), num_splits * num_slopes, 0.0);
 
   const bool done = parallel_for(
-      num_heads * num_splits, BackwardScratch(shape), [&](int64_t task, float* scratch) {
-        const int64_t split = task / num_heads;
-        const int64_t head = task % num_heads;
+      num_teams * num_splits, BackwardScratch(shape), [&](int64_t task, float* scratch) {
+        const int64_t split = task / num_teams;
+        const int64_t first_batch = task % num_teams / head_teams * team.num_batch;
+        const int64_t first_head = task % head_teams * team.num_heads;
         float* dq = split == 0 ? dq_sum : extra_dq.get() + (split - 1) * dq_size;
         // Every num_splits-th tile: a causal mask gives all tasks the same work.
         for (int64_t k_tile = split; k_tile < num_tiles; k_tile += num_splits) {
-          kernels.backward(args, head / shape.num_kv_heads, head % shape.num_kv_heads, k_tile, dq,
-                           scratch);
+          for (int64_t b = 0; b < team.num_batch; ++b) {
+            for (int64_t h = 0; h < team.num_heads; ++h) {
+              kernels.backward(args, first_batch + b, first_head + h, k_tile, dq,
+                               dslopes.get() + split * num_slopes, scratch);
+            }
+          }
         }
       });
   if (!done) return false;
@@ -95,6 +132,11 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
   for (int64_t split = 0; split < num_extra; ++split) {
     const float* dq = extra_dq.get() + split * dq_size;
     for (int64_t i = 0; i < dq_size; ++i) dq_sum[i] += dq[i];
+  }
+  for (int64_t i = 0; i < num_slopes; ++i) {
+    double sum = 0.0;
+    for (int64_t split = 0; split < num_splits; ++split) sum += dslopes[split * num_slopes + i];
+    args.dslopes[i] = static_cast<float>(sum);
   }
   return true;
 }

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "cc/cpu/tile_ops.h"
+#include "cc/cpu/tile_terms.h"
 
 namespace jax_magi::cpu {
 namespace {
@@ -115,6 +116,7 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
   float* acc = scratch.Take(kTile * value_pad);
   const RowState state{scratch.Take(kTile), scratch.Take(kTile), scratch.Take(kTile),
                        scratch.Take(kTile)};
+  float* terms = scratch.Take(kTermsScratch);
 
   const T* q = static_cast<const T*>(args.q) +
                RowOffset(batch, shape.q_len, q_begin, shape.num_q_heads, head, dim);
@@ -156,6 +158,11 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
 
       MatMul<false>(num_keys, row_end - row_begin, dim, k_t, kTile, q_t + row_begin, kTile,
                     scores + row_begin, kTile);
+      if (args.bias != nullptr || args.alibi_slopes != nullptr) {
+        const int term_rows = Min(row_end, num_rows) - row_begin;
+        AddTerms<T>(args, {batch, head, q_begin + row_begin, key, term_rows, num_keys}, terms,
+                    scores + row_begin);
+      }
       if (!whole_vectors || key < clean.begin || key + num_keys > clean.end) {
         Hide(slice, q_begin + row_begin, row_end - row_begin, key, {0, num_keys}, -kInf,
              scores + row_begin);
@@ -200,7 +207,9 @@ void SoftmaxGradient(Range keys, int num_rows, float softcap, const float* lse, 
                      float* scores, float* dscores) {
   const Vec inverse_cap = Broadcast(softcap != 0.0f ? 1.0f / softcap : 0.0f);
   for (int row = 0; row < num_rows; row += kLanes) {
-    const Vec row_lse = Load(lse + row);
+    // A row that saw nothing: subtract 0, or -inf - -inf would make NaN where a bias is -inf.
+    const Vec loaded = Load(lse + row);
+    const Vec row_lse = Select(loaded == -kInf, Vec{}, loaded);
     const Vec row_delta = Load(delta + row);
     for (int key = keys.begin; key < keys.end; ++key) {
       float* s = scores + key * kTile + row;
@@ -209,7 +218,7 @@ void SoftmaxGradient(Range keys, int num_rows, float softcap, const float* lse, 
       Vec slope = Broadcast(1.0f);
       if (softcap != 0.0f) {
         const Vec t = Tanh(logit * inverse_cap);
-        logit = softcap * t;
+        logit = Select(logit == -kInf, logit, softcap * t);
         slope = 1.0f - t * t;
       }
       // A hidden pair's logit may exceed lse by any amount; it is zeroed afterwards, but must not
@@ -223,7 +232,7 @@ void SoftmaxGradient(Range keys, int num_rows, float softcap, const float* lse, 
 
 template <typename T, typename TGrad>
 void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t k_tile, float* dq,
-              float* memory) {
+              double* dslopes, float* memory) {
   const AttentionShape& shape = args.shape;
   const int64_t dim = shape.head_dim, dim_pad = PaddedDim(dim);
   const int64_t value_dim = shape.value_dim, value_pad = PaddedDim(value_dim);
@@ -248,6 +257,7 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
   float* transposed = scratch.Take(kTile * kTile);
   float* lse = scratch.Take(kTile);
   float* delta = scratch.Take(kTile);
+  float* terms = scratch.Take(kTermsScratch);
 
   const int64_t k_row = RowOffset(batch, shape.k_len, k_begin, shape.num_kv_heads, kv_head, 1);
   const int64_t k_heads = shape.num_kv_heads;
@@ -296,6 +306,12 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
                       scores + keys.begin * kTile, kTile);
         MatMul<false>(block_keys, block_rows, value_dim, v_t + keys.begin, kTile, dout_t, kTile,
                       dscores + keys.begin * kTile, kTile);
+        // Without the keys that only fill a block.
+        const TilePlace place{
+            batch, head, row, k_begin + keys.begin, num_rows, Min(keys.end, num_keys) - keys.begin};
+        if (args.bias != nullptr || args.alibi_slopes != nullptr) {
+          AddTerms<T>(args, place, terms, scores + keys.begin * kTile);
+        }
         SoftmaxGradient(keys, block_rows, args.params.softcap, lse, delta, scores, dscores);
         if (!whole_blocks || block_rows != num_rows || row < clean.begin ||
             row + num_rows > clean.end) {
@@ -311,6 +327,14 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
                   transposed + keys.begin, kTile);
         MatMul<true>(block_keys, dim_pad, num_rows, transposed + keys.begin, kTile, q, dim_pad,
                      dk + keys.begin * dim_pad, dim_pad);
+        if (args.dbias != nullptr) {
+          AddBiasGradient(args.bias_layout, place, transposed + keys.begin,
+                          static_cast<float*>(args.dbias));
+        }
+        if (args.dslopes != nullptr) {
+          dslopes[batch * shape.num_q_heads + head] +=
+              AlibiGradient(place, transposed + keys.begin);
+        }
         // Only the slice's own keys: 0 times a NaN that the mask hides would be NaN.
         const int first_key = slice_keys.begin - k_begin;
         MatMul<false>(block_rows, dim_pad, slice_keys.end - slice_keys.begin,
@@ -348,23 +372,23 @@ void ForwardAnyType(const ForwardArgs& args, int64_t batch, int64_t head, int64_
 
 template <typename T>
 void BackwardAnyGrad(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t k_tile,
-                     float* dq, float* scratch) {
+                     float* dq, double* dslopes, float* scratch) {
   if (args.dkv_dtype == DType::kF32) {
-    Backward<T, float>(args, batch, kv_head, k_tile, dq, scratch);
+    Backward<T, float>(args, batch, kv_head, k_tile, dq, dslopes, scratch);
   } else {
-    Backward<T, T>(args, batch, kv_head, k_tile, dq, scratch);
+    Backward<T, T>(args, batch, kv_head, k_tile, dq, dslopes, scratch);
   }
 }
 
 void BackwardAnyType(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t k_tile,
-                     float* dq, float* scratch) {
+                     float* dq, double* dslopes, float* scratch) {
   switch (args.dtype) {
     case DType::kF32:
-      return BackwardAnyGrad<float>(args, batch, kv_head, k_tile, dq, scratch);
+      return BackwardAnyGrad<float>(args, batch, kv_head, k_tile, dq, dslopes, scratch);
     case DType::kBF16:
-      return BackwardAnyGrad<BF16>(args, batch, kv_head, k_tile, dq, scratch);
+      return BackwardAnyGrad<BF16>(args, batch, kv_head, k_tile, dq, dslopes, scratch);
     case DType::kF16:
-      return BackwardAnyGrad<F16>(args, batch, kv_head, k_tile, dq, scratch);
+      return BackwardAnyGrad<F16>(args, batch, kv_head, k_tile, dq, dslopes, scratch);
   }
 }
 

@@ -18,10 +18,14 @@ struct TileKernels {
   // Finishes one (batch, query head, query tile). Writes the tile's largest logit to `*tile_max`.
   void (*forward)(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_tile,
                   float* scratch, float* tile_max);
-  // Finishes dk and dv of one (batch, kv head, key tile); adds to `dq`, laid out as args.dq.
+  // Finishes dk and dv of one (batch, kv head, key tile); adds to `dq`, laid out as args.dq, and
+  // where they are wanted to args.dbias and to `dslopes`, laid out as args.dslopes.
   void (*backward)(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t k_tile,
-                   float* dq, float* scratch);
+                   float* dq, double* dslopes, float* scratch);
 };
+
+// Of the scratch, what a bias takes: a tile as it lies in memory, and its transpose.
+constexpr int64_t kTermsScratch = 2 * kTile * kTile;
 
 // Floats of scratch that one call needs, 64-byte aligned.
 int64_t ForwardScratch(const AttentionShape& shape);

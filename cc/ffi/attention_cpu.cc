@@ -21,9 +21,6 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   ForwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, *out, *lse,
                                          *max_logits, softmax_scale, softcap, &args));
-  if (args.bias != nullptr || args.alibi_slopes != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kUnimplemented, "jax_magi attention: no bias on the CPU yet");
-  }
   return Finish("jax_magi attention forward", cpu::AttentionForward(args, OnPool(pool)));
 }
 
@@ -42,9 +39,6 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                                           /*num_dkv_parts=*/nullptr));
   if (args.dbias != nullptr && args.dbias_dtype != DType::kF32) {
     return Invalid("jax_magi attention backward", "dbias", "must be float32: it is summed");
-  }
-  if (args.bias != nullptr || args.alibi_slopes != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kUnimplemented, "jax_magi attention: no bias on the CPU yet");
   }
   return Finish("jax_magi attention backward",
                 cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));

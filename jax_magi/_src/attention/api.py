@@ -20,9 +20,9 @@ class AttnForwardMeta:
   Attributes:
     lse: float32 `[q_len, num_q_heads]`, the natural log of each row's softmax denominator, sink
       included; -inf for a row that sees nothing. Differentiable.
-    max_logits: float32 `[num_q_heads]`, the largest `softmax_scale * q.k` over visible pairs,
-      before softcap and without sink; -inf for a head with no pair. No gradient. None unless
-      asked for.
+    max_logits: float32 `[num_q_heads]`, the largest `softmax_scale * q.k` over visible pairs, with
+      bias and ALiBi, before softcap and without sink; -inf for a head with no pair. No gradient.
+      None unless asked for.
   """
 
   lse: jax.Array
@@ -38,6 +38,8 @@ def attention(
   softmax_scale: float | None = None,
   softcap: float = 0.0,
   sink: jax.Array | None = None,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
   return_max_logits: bool = False,
   deterministic: bool = False,
   sm_margin: int = 0,
@@ -54,12 +56,19 @@ def attention(
     softcap: c > 0 turns each scaled logit s into `c * tanh(s / c)`; 0 is off.
     sink: float32, bfloat16 or float16 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits that
       take part in every row's softmax, in float32, and carry no value. Differentiable.
+    bias: broadcastable to `[num_q_heads, q_len, k_len]`, float32, bfloat16 or float16: added to
+      the scaled logits of visible pairs, before softcap. It is read as it is wherever heads or
+      queries share it. -inf hides a pair. Differentiable; a gradient that nobody asks for, as
+      that of a constant, costs nothing.
+    alibi_slopes: float32 `[num_q_heads]`: `slope * (j - i)` is added likewise, for query i and key
+      j as they are counted in q and k. Differentiable.
     return_max_logits: whether to fill `meta.max_logits`.
     deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are; on a
       GPU it makes the backward pass 10-25% slower.
     sm_margin: streaming multiprocessors to leave free, on a GPU.
-    implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform). None takes the native
-      kernel of the platform compiled for, or else "blockwise". Second derivatives need "blockwise".
+    implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform; "xla" is the same). None
+      takes the native kernel of the platform compiled for, or else "blockwise". Second derivatives
+      need "blockwise".
 
   Returns:
     out `[q_len, num_q_heads, value_dim]` in q's dtype, and `AttnForwardMeta`. Rows that see
@@ -77,7 +86,14 @@ def attention(
     implementation=implementation,
   )
   sink = checks.check_sink(sink, q.shape[1])
-  results = attend(config, *(x[None] for x in (q, k, v, mask.slices, sink)))
+  bias = checks.check_bias(bias, (q.shape[1], q.shape[0], k.shape[0]), q.dtype)
+  slopes = checks.check_alibi_slopes(alibi_slopes, ((q.shape[1],),))
+  results = attend(
+    config,
+    *(x[None] for x in (q, k, v, mask.slices, sink)),
+    bias=None if bias is None else bias[None],
+    alibi_slopes=None if slopes is None else slopes[None],
+  )
   out, lse, max_logits = (x[0] for x in results)
   return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
 
@@ -93,6 +109,8 @@ def flex_flash_attn_func(
   softmax_scale: float | None = None,
   softcap: float = 0.0,
   sink: jax.Array | None = None,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
   return_max_logits: bool = False,
   deterministic: bool = False,
   sm_margin: int = 0,
@@ -111,6 +129,8 @@ def flex_flash_attn_func(
     softmax_scale: see `attention`.
     softcap: see `attention`.
     sink: see `attention`.
+    bias: see `attention`.
+    alibi_slopes: see `attention`.
     return_max_logits: see `attention`.
     deterministic: see `attention`.
     sm_margin: see `attention`.
@@ -131,6 +151,8 @@ def flex_flash_attn_func(
     softmax_scale=softmax_scale,
     softcap=softcap,
     sink=sink,
+    bias=bias,
+    alibi_slopes=alibi_slopes,
     return_max_logits=return_max_logits,
     deterministic=deterministic,
     sm_margin=sm_margin,

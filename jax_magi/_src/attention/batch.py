@@ -15,7 +15,7 @@ from jax_magi._src.transforms.staging import is_staged
 from jax_magi._src.transforms.varying import vary_together
 
 
-def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
+def attend(config: ops.AttentionConfig, q, k, v, slices, sink, *, bias=None, alibi_slopes=None):
   """`ops.attention` for operands as callers have them: any scale, mesh axes of any type.
 
   Operands and results are those of `ops.forward`; slices may be numpy. max_logits has no gradient.
@@ -25,10 +25,12 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink):
   if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and any(map(is_staged, (q, k, v))):
     config = dataclasses.replace(config, static_slices=slices.tobytes())
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
-  operands = vary_together(q, k, v, slices, sink)
+  terms = {"bias": bias, "alibi_slopes": alibi_slopes}
+  names = [name for name, x in terms.items() if x is not None]
+  operands = vary_together(q, k, v, slices, sink, *(terms[name] for name in names))
 
   def op(*operands):
-    return ops.attention(config, *operands, {})
+    return ops.attention(config, *operands[:5], dict(zip(names, operands[5:], strict=True)))
 
   def out_specs(axes):
     batch, _, heads, _ = axes

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_magi._src.attention.block_terms import Terms
 from jax_magi._src.masks.slices import clamped, shown_keys, shown_queries, touches, visible
 from jax_magi._src.transforms.varying import vary_like, vary_together
 
@@ -22,16 +23,29 @@ from jax_magi._src.transforms.varying import vary_like, vary_together
 _BLOCK = 512
 
 
-def forward(q, k, v, slices, sink, *, softmax_scale: float, softcap: float, out_dtype: Any):
+def forward(
+  q,
+  k,
+  v,
+  slices,
+  sink,
+  bias=None,
+  alibi_slopes=None,
+  *,
+  softmax_scale: float,
+  softcap: float,
+  out_dtype: Any,
+):
   """Returns out in `out_dtype`, lse and max_logits."""
   slices = clamped(slices, q.shape[1], k.shape[1])
-  q, k, v, slices, sink = vary_together(q, k, v, slices, sink)
 
-  def one(q, k, v, slices, sink):
+  def one(q, k, v, slices, sink, bias=None, alibi_slopes=None):
     q, k, v = _only_shown(slices, [q], [k, v])
-    return _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype)
+    terms = Terms(bias, alibi_slopes, v.shape[1])
+    return _forward(q, k, v, slices, sink, terms, softmax_scale, softcap, out_dtype)
 
-  return _over_batch(one, (q, k, v, slices, sink), slices_index=3)
+  terms = {"bias": bias, "alibi_slopes": alibi_slopes}
+  return _over_batch(one, {"q": q, "k": k, "v": v, "slices": slices, "sink": sink, **terms})
 
 
 def backward(
@@ -42,34 +56,61 @@ def backward(
   lse,
   delta,
   slices,
+  bias=None,
+  alibi_slopes=None,
   *,
   softmax_scale: float,
   softcap: float,
   grad_dtype: Any,
   wants: tuple[str, ...] = (),
 ):
-  """Returns dq, dk and dv in `grad_dtype`."""
+  """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, as the kernels."""
   slices = clamped(slices, q.shape[1], k.shape[1])
-  operands = vary_together(q, k, v, dout, lse, delta, slices)
 
-  def one(q, k, v, dout, lse, delta, slices):
+  def one(q, k, v, dout, lse, delta, slices, bias=None, alibi_slopes=None):
     q, dout, k, v = _only_shown(slices, [q, dout], [k, v])
-    return _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap)
+    terms = Terms(bias, alibi_slopes, v.shape[1])
+    return _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, wants)
 
-  dq, dk, dv = _over_batch(one, operands, slices_index=6)
-  return dq.astype(grad_dtype), dk.astype(grad_dtype), dv.astype(grad_dtype)
+  operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "slices": slices}
+  operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
+  is_sum = "bias" in wants and bias.shape[0] == 1 and q.shape[0] > 1
+  results = (_over_batch_summed if is_sum else _over_batch)(one, operands)
+  gradients, dterms = results[0], dict(results[1])
+  if "bias" in wants:
+    dterms["bias"] = dterms["bias"].astype(bias.dtype)
+  return (*(x.astype(grad_dtype) for x in gradients), *(dterms[name] for name in wants))
 
 
-def _over_batch(fun, operands, slices_index):
-  """vmap over the leading axis, except that slices shared by the batch stay shared.
+def _parted(operands):
+  """Operands by name, as those that the batch shares, without it, and those that it does not.
 
   With shared slices the test that skips a block stays one real branch.
   """
-  slices = operands[slices_index]
-  is_shared = slices.shape[0] == 1
-  operands = [x[0] if is_shared and x is slices else x for x in operands]
-  in_axes = [None if is_shared and i == slices_index else 0 for i in range(len(operands))]
-  return jax.vmap(fun, in_axes)(*operands)
+  operands = {name: x for name, x in operands.items() if x is not None}
+  operands = dict(zip(operands, vary_together(*operands.values()), strict=True))
+  is_shared = {name: name in ("slices", "bias") and x.shape[0] == 1 for name, x in operands.items()}
+  shared = {name: x[0] for name, x in operands.items() if is_shared[name]}
+  return shared, {name: x for name, x in operands.items() if not is_shared[name]}
+
+
+def _over_batch(fun, operands):
+  """vmap over the leading axis of what the batch does not share."""
+  shared, own = _parted(operands)
+  return jax.vmap(lambda own: fun(**shared, **own))(own)
+
+
+def _over_batch_summed(fun, operands):
+  """One batch row after the other: never is there more than one gradient of the bias."""
+  shared, own = _parted(operands)
+
+  def step(dbias, own):
+    gradients, dterms = fun(**shared, **own)
+    return dbias + dterms.pop("bias")[None], (gradients, dterms)
+
+  start = vary_like(jnp.zeros((1, *shared["bias"].shape), np.float32), own["q"])
+  dbias, (gradients, dterms) = lax.scan(step, start, own)
+  return gradients, {**dterms, "bias": dbias}
 
 
 def _only_shown(slices, of_queries, of_keys):
@@ -130,7 +171,7 @@ def _cap(logits, softcap):
   return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-def _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype):
+def _forward(q, k, v, slices, sink, terms, softmax_scale, softcap, out_dtype):
   q_len, num_q_heads, _ = q.shape
   num_kv_heads, value_dim = v.shape[1], v.shape[2]
   q_blocks = _blocks(_group_heads(q, num_kv_heads))
@@ -138,6 +179,7 @@ def _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype):
   num_rows, num_keys = q_blocks.shape[1], k_blocks.shape[1]
   heads = (num_kv_heads, num_q_heads // max(num_kv_heads, 1))
   row_sink = jnp.broadcast_to(sink.reshape(*heads, 1), (*heads, num_rows))
+  terms = terms.in_blocks(num_rows, num_keys)
 
   def q_block(args):
     q_begin, q = args
@@ -149,6 +191,7 @@ def _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype):
         row_max, row_sum, acc, max_logits = carry
         logits = softmax_scale * _einsum("qhgd,khd->hgqk", q, k)
         mask = _block_mask(slices, q_begin, k_begin, num_rows, num_keys)
+        logits, mask = terms.added(logits, mask, q_begin, k_begin)
         logits = jnp.where(mask, logits, -jnp.inf)
         max_logits = jnp.maximum(max_logits, logits.max(axis=(-2, -1)))
         logits = jnp.where(mask, _cap(logits, softcap), -jnp.inf)
@@ -184,7 +227,7 @@ def _forward(q, k, v, slices, sink, softmax_scale, softcap, out_dtype):
   return _unblock(out, q_len).reshape(q_len, num_q_heads, value_dim), lse, max_logits
 
 
-def _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap):
+def _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, wants):
   q_len, num_q_heads, head_dim = q.shape
   k_len, num_kv_heads, _ = k.shape
   q_blocks = _blocks(_group_heads(q, num_kv_heads))
@@ -195,6 +238,7 @@ def _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap):
   )
   k_blocks, v_blocks = _blocks(k), _blocks(v)
   num_rows, num_keys = q_blocks.shape[1], k_blocks.shape[1]
+  terms = terms.in_blocks(num_rows, num_keys)
 
   def k_block(dq_blocks, args):
     k_begin, k, v = args
@@ -203,30 +247,34 @@ def _backward(q, k, v, dout, lse, delta, slices, softmax_scale, softcap):
       q_begin, q, dout, lse, delta, dq = args
 
       def visit(operands):
-        dk, dv, dq = operands
+        dk, dv, dq, _ = operands
         logits = softmax_scale * _einsum("qhgd,khd->hgqk", q, k)
         mask = _block_mask(slices, q_begin, k_begin, num_rows, num_keys)
+        logits, mask = terms.added(logits, mask, q_begin, k_begin)
         capped = _cap(logits, softcap)
         p = jnp.where(mask, jnp.exp(jnp.where(mask, capped - lse[..., None], 0.0)), 0.0)
         dp = _einsum("qhgd,khd->hgqk", dout, v)
-        ds = jnp.where(mask, p * (dp - delta[..., None]), 0.0) * softmax_scale
+        ds = jnp.where(mask, p * (dp - delta[..., None]), 0.0)
         if softcap:
-          ds = ds * (1.0 - (capped / softcap) ** 2)
+          ds = ds * jnp.where(mask, 1.0 - (capped / softcap) ** 2, 0.0)
+        dterms = terms.gradients(ds, q_begin, k_begin, wants)
+        ds = ds * softmax_scale
         dv = dv + _einsum("hgqk,qhgd->khd", p, dout)
         dk = dk + _einsum("hgqk,qhgd->khd", ds, q)
         dq = dq + _einsum("hgqk,khd->qhgd", ds, k)
-        return dk, dv, dq
+        return dk, dv, dq, dterms
 
       hit = touches(slices, q_begin, q_begin + num_rows, k_begin, k_begin + num_keys)
-      dk, dv, dq = lax.cond(hit, visit, lambda operands: operands, (*carry, dq))
-      return (dk, dv), dq
+      nothing = terms.no_gradients(wants, q)
+      *carry, dq, dterms = lax.cond(hit, visit, lambda operands: operands, (*carry, dq, nothing))
+      return tuple(carry), (dq, dterms)
 
     start = tuple(vary_like(jnp.zeros(x.shape, np.float32), x) for x in (k, v))
     xs = (_begins(q_blocks), q_blocks, dout_blocks, lse_blocks, delta_blocks, dq_blocks)
-    dkv, dq_blocks = lax.scan(q_block, start, xs)
-    return dq_blocks, dkv
+    dkv, (dq_blocks, dterms) = lax.scan(q_block, start, xs)
+    return dq_blocks, (*dkv, dterms)
 
   start = vary_like(jnp.zeros(q_blocks.shape, np.float32), q)
-  dq, (dk, dv) = lax.scan(k_block, start, (_begins(k_blocks), k_blocks, v_blocks))
+  dq, (dk, dv, dterms) = lax.scan(k_block, start, (_begins(k_blocks), k_blocks, v_blocks))
   dq = _unblock(dq, q_len).reshape(q_len, num_q_heads, head_dim)
-  return dq, _unblock(dk, k_len), _unblock(dv, k_len)
+  return (dq, _unblock(dk, k_len), _unblock(dv, k_len)), terms.joined(dterms)

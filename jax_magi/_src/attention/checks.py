@@ -120,6 +120,49 @@ def check_sink(sink: Any, num_q_heads: int) -> Any:
   return softmax_lse(sink)[1]
 
 
+def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
+  """The bias as the kernels take it, with a size of 1 where it is shared; None stays so.
+
+  Args:
+    bias: the caller's, broadcastable to `shape`.
+    shape: `[..., num_q_heads, q_len, k_len]`.
+    dtype: q's.
+  """
+  if bias is None:
+    return None
+  sizes = tuple(np.shape(bias))
+  named = "[" + ", ".join(("batch", "num_q_heads", "q_len", "k_len")[-len(shape) :]) + "]"
+  fits = len(sizes) <= len(shape) and all(
+    size in (1, full) for size, full in zip(sizes[::-1], shape[::-1], strict=False)
+  )
+  if not fits:
+    raise ValueError(f"bias must be broadcastable to {named} = {list(shape)}, got {list(sizes)}")
+  bias = jnp.asarray(bias)
+  if bias.dtype not in _DTYPES:
+    hint = "; a boolean mask is no bias, but an argument of its own" if bias.dtype == bool else ""
+    raise ValueError(f"bias must be float32, bfloat16 or float16, got {bias.dtype}{hint}")
+  if bias.dtype != dtype:
+    bias = bias.astype(np.float32)  # Its gradient comes back in the caller's dtype.
+  bias = bias.reshape((1,) * (len(shape) - len(sizes)) + sizes)
+  # Keys lie side by side, also where all of them have one bias.
+  return jnp.broadcast_to(bias, (*bias.shape[:-1], shape[-1]))
+
+
+def check_alibi_slopes(slopes: Any, shapes: tuple[tuple[Any, ...], ...]) -> Any:
+  """float32 slopes of one of these shapes, broadcast to the last of them; None stays so."""
+  if slopes is None:
+    return None
+  sizes = tuple(np.shape(slopes))
+  if sizes not in shapes:
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    raise ValueError(f"alibi_slopes must be {expected}, got {list(sizes)}")
+  slopes = jnp.asarray(slopes)
+  if slopes.dtype not in _DTYPES:
+    raise ValueError(f"alibi_slopes must be float32, bfloat16 or float16, got {slopes.dtype}")
+  slopes = slopes.astype(np.float32)
+  return jnp.broadcast_to(slopes.reshape((1,) * (len(shapes[-1]) - len(sizes)) + sizes), shapes[-1])
+
+
 def make_config(
   q: Any,
   v: Any,
@@ -141,6 +184,8 @@ def make_config(
       f"softcap must be 0 or in [{_SMALLEST_SOFTCAP}, {_LARGEST_SOFTCAP}], got {softcap}"
     )
   sm_margin = check_sm_margin("sm_margin", sm_margin)
+  if implementation == "xla":  # As jax.nn.dot_product_attention calls the plain path.
+    implementation = "blockwise"
   check_implementation(implementation, "blockwise", lambda b: b.attention_obstacle(q, v))
   deterministic = check_flag("deterministic", deterministic)
   return AttentionConfig(scale, cap, deterministic, sm_margin, implementation)

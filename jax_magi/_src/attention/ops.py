@@ -23,6 +23,8 @@ from jax_magi._src.transforms.varying import vary_like
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
+# Optional operands, in the order of the kernels: what is added to the scaled logits.
+TERMS = ("bias", "alibi_slopes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +66,11 @@ def _attention_bwd(config, residuals, cotangents):
   row_delta = delta(out, lse, dout, dlse)
   dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
   config, slices = _grouped_by_keys(config, slices)
+  wants = tuple(name for name in TERMS if name in wanted)
   dq, dk, dv, *dterms = backward(
-    config, q, k, v, dout, lse, row_delta, slices, **terms, wants=tuple(wanted)
+    config, q, k, v, dout, lse, row_delta, slices, **terms, wants=wants
   )
-  gradients = dict(zip(wanted, dterms, strict=True))
+  gradients = dict(zip(wants, dterms, strict=True))
   return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
 
 
@@ -154,7 +157,7 @@ def backward(
     slices: see above.
     bias: see above.
     alibi_slopes: see above.
-    wants: which of "bias" and "alibi_slopes" have a gradient, in this order.
+    wants: which of `TERMS` have a gradient, in their order.
     grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
 
   Returns:

@@ -1,0 +1,114 @@
+"""Bias and ALiBi in blocks of scores: a part of the plain path.
+
+Blocks of scores are `[num_kv_heads, group, rows, keys]`. Those of a bias have a size of 1 wherever
+it is shared, and so have those of its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_magi._src.transforms.varying import vary_like
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+  """What logits have besides q k^T.
+
+  Attributes:
+    bias: `[num_q_heads or 1, q_len or 1, k_len]`, or None.
+    alibi_slopes: `[num_q_heads]`, or None.
+    num_kv_heads: into so many groups heads are parted.
+  """
+
+  bias: Any
+  alibi_slopes: Any
+  num_kv_heads: int
+
+  def in_blocks(self, num_rows: int, num_keys: int) -> BlockTerms:
+    """For blocks of this size."""
+    bias, slopes = self.bias, self.alibi_slopes
+    if bias is not None:
+      heads = (1, 1) if bias.shape[0] == 1 else (self.num_kv_heads, -1)
+      bias = bias.reshape(*heads, *bias.shape[1:])
+      block = (1 if bias.shape[2] == 1 else num_rows, num_keys)
+      # To whole blocks, and at least one: there is one to trace even where there are no tokens.
+      missing = [
+        (0, max(-size % n, n - size)) for size, n in zip(bias.shape[2:], block, strict=True)
+      ]
+      bias = jnp.pad(bias, [(0, 0), (0, 0), *missing]) if np.any(missing) else bias
+    if slopes is not None:
+      slopes = slopes.reshape(self.num_kv_heads, -1, 1, 1)
+    shape = None if self.bias is None else self.bias.shape
+    return BlockTerms(bias, slopes, num_rows, num_keys, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTerms:
+  """`Terms`, ready to be cut into blocks of `num_rows` and `num_keys`."""
+
+  bias: Any
+  slopes: Any
+  num_rows: int
+  num_keys: int
+  bias_shape: tuple[int, int, int] | None
+
+  @property
+  def _bias_block(self) -> tuple[int, ...]:
+    rows = 1 if self.bias.shape[2] == 1 else self.num_rows
+    return (*self.bias.shape[:2], rows, self.num_keys)
+
+  def _distances(self, q_begin, k_begin):
+    """key - query of a block, float32 `[1, 1, rows, keys]`."""
+    rows, keys = (jnp.arange(n, dtype=np.int32) for n in (self.num_rows, self.num_keys))
+    distances = (k_begin + keys)[None, :] - (q_begin + rows)[:, None]
+    return distances.astype(np.float32)[None, None]
+
+  def added(self, logits, mask, q_begin, k_begin):
+    """A block of logits with the terms, and the mask without pairs whose bias is -inf."""
+    if self.bias is not None:
+      begin = (0, 0, 0 if self.bias.shape[2] == 1 else q_begin, k_begin)
+      block = lax.dynamic_slice(self.bias, begin, self._bias_block).astype(np.float32)
+      logits, mask = logits + block, mask & (block != -jnp.inf)
+    if self.slopes is not None:
+      logits = logits + self.slopes * self._distances(q_begin, k_begin)
+    return logits, mask
+
+  def gradients(self, ds, q_begin, k_begin, wants: tuple[str, ...]) -> dict[str, Any]:
+    """What a block adds to the gradients that are wanted; `ds` is that of its logits."""
+    blocks = {}
+    if "bias" in wants:
+      sizes = zip(self._bias_block, ds.shape, strict=True)
+      axes = tuple(axis for axis, (size, full) in enumerate(sizes) if size != full)
+      blocks["bias"] = ds.sum(axis=axes, keepdims=True)
+    if "alibi_slopes" in wants:
+      blocks["alibi_slopes"] = (ds * self._distances(q_begin, k_begin)).sum(axis=(2, 3))
+    return blocks
+
+  def no_gradients(self, wants: tuple[str, ...], like) -> dict[str, Any]:
+    """The same of a block that shows nothing. `like` tells the mesh axes over which it varies."""
+    shapes = {}
+    if "bias" in wants:
+      shapes["bias"] = self._bias_block
+    if "alibi_slopes" in wants:
+      shapes["alibi_slopes"] = self.slopes.shape[:2]
+    return {n: vary_like(jnp.zeros(shape, np.float32), like) for n, shape in shapes.items()}
+
+  def joined(self, blocks: dict[str, Any]) -> dict[str, Any]:
+    """The gradients, from blocks that are stacked `[key blocks, query blocks, ...]`."""
+    gradients = {}
+    if "bias" in blocks:
+      heads, q_len, k_len = self.bias_shape  # type: ignore[misc]
+      x = blocks["bias"]
+      x = x.sum(axis=1, keepdims=True) if q_len == 1 else x
+      x = jnp.transpose(x, (2, 3, 1, 4, 0, 5))
+      x = x.reshape(heads, x.shape[2] * x.shape[3], x.shape[4] * x.shape[5])
+      gradients["bias"] = x[:, :q_len, :k_len]
+    if "alibi_slopes" in blocks:
+      gradients["alibi_slopes"] = blocks["alibi_slopes"].sum(axis=(0, 1)).reshape(-1)
+    return gradients
