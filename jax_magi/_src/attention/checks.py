@@ -120,6 +120,19 @@ def check_sink(sink: Any, num_q_heads: int) -> Any:
   return softmax_lse(sink)[1]
 
 
+def check_broadcastable(name: str, x: Any, shape: tuple[Any, ...]) -> None:
+  """That `x` can be broadcast to `shape`, `[..., num_q_heads, q_len, k_len]`."""
+  sizes = tuple(np.shape(x))
+  fits = len(sizes) <= len(shape) and all(
+    size in (1, full) for size, full in zip(sizes[::-1], shape[::-1], strict=False)
+  )
+  if not fits:
+    names = ", ".join(("batch", "num_q_heads", "q_len", "k_len")[-len(shape) :])
+    raise ValueError(
+      f"{name} must be broadcastable to [{names}] = {list(shape)}, got {list(sizes)}"
+    )
+
+
 def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
   """The bias as the kernels take it, with a size of 1 where it is shared; None stays so.
 
@@ -130,20 +143,14 @@ def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
   """
   if bias is None:
     return None
-  sizes = tuple(np.shape(bias))
-  named = "[" + ", ".join(("batch", "num_q_heads", "q_len", "k_len")[-len(shape) :]) + "]"
-  fits = len(sizes) <= len(shape) and all(
-    size in (1, full) for size, full in zip(sizes[::-1], shape[::-1], strict=False)
-  )
-  if not fits:
-    raise ValueError(f"bias must be broadcastable to {named} = {list(shape)}, got {list(sizes)}")
+  check_broadcastable("bias", bias, shape)
   bias = jnp.asarray(bias)
   if bias.dtype not in _DTYPES:
     hint = "; a boolean mask is no bias, but an argument of its own" if bias.dtype == bool else ""
     raise ValueError(f"bias must be float32, bfloat16 or float16, got {bias.dtype}{hint}")
   if bias.dtype != dtype:
     bias = bias.astype(np.float32)  # Its gradient comes back in the caller's dtype.
-  bias = bias.reshape((1,) * (len(shape) - len(sizes)) + sizes)
+  bias = bias.reshape((1,) * (len(shape) - bias.ndim) + bias.shape)
   # Keys lie side by side, also where all of them have one bias.
   return jnp.broadcast_to(bias, (*bias.shape[:-1], shape[-1]))
 

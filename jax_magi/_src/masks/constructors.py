@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.arguments import as_int32, check_flag, check_length, check_no_symbols
+from jax_magi._src.arguments import (
+  as_int32,
+  check_choice,
+  check_flag,
+  check_length,
+  check_no_symbols,
+  concrete,
+)
+from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.slices import UNBOUNDED, check_ranges, segment_bounds
 from jax_magi._src.masks.windows import Edge, band_around, sizes_band, window_band
 from jax_magi._src.transforms.sharding import with_auto_axes
@@ -37,7 +45,16 @@ class MaskType(enum.IntFlag):
 class MaskConstructors:
   """Constructors of `AttentionMask`, the class that is made of (slices, q_len, k_len)."""
 
+  slices: Any
+  q_len: int
+  k_len: int
+
   def __init__(self, slices: Any, q_len: int, k_len: int) -> None:
+    raise NotImplementedError  # The class's own.
+
+  @classmethod
+  def tree_unflatten(cls, lengths: Any, leaves: Any) -> Self:
+    """For JAX."""
     raise NotImplementedError  # The class's own.
 
   @classmethod
@@ -46,21 +63,29 @@ class MaskConstructors:
     return cls.sliding_window(q_len, k_len, left=None, right=None)
 
   @classmethod
-  def causal(cls, q_len: int, k_len: int | None = None) -> Self:
-    """Each query sees the keys up to its own; the last query sees the last key."""
-    return cls.sliding_window(q_len, k_len, left=None, right=0)
+  def causal(cls, q_len: int, k_len: int | None = None, *, align: str = "bottom_right") -> Self:
+    """Each query sees the keys up to its own, which is said by `align`: see `sliding_window`."""
+    return cls.sliding_window(q_len, k_len, left=None, right=0, align=align)
 
   @classmethod
   def sliding_window(
-    cls, q_len: int, k_len: int | None = None, *, left: int | None, right: int | None = 0
+    cls,
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    left: int | None,
+    right: int | None = 0,
+    align: str = "bottom_right",
   ) -> Self:
     """Each query sees `left` keys before its own and `right` after it; None is no limit.
 
-    The last query's own key is the last one (bottom right alignment).
+    With `align` "bottom_right", the last query's own key is the last one; with "top_left", the
+    first query's is the first one.
     """
     q_len = check_length("q_len", q_len)
     k_len = q_len if k_len is None else check_length("k_len", k_len)
-    band = band_around(k_len - q_len, sizes_band(left, right))
+    diagonal = 0 if _is_top_left(align) else k_len - q_len
+    band = band_around(diagonal, sizes_band(left, right))
     return cls(np.array([[0, q_len, 0, k_len, *band]], np.int32), q_len, k_len)
 
   @classmethod
@@ -103,16 +128,48 @@ class MaskConstructors:
     return cls(xp.concatenate([q_ranges, k_ranges, bands], axis=1), q_len, k_len)
 
   @classmethod
+  def from_dense(cls, dense: Any) -> Self:
+    """A mask that is given as booleans `[q_len, k_len]`, True is visible; they must be known.
+
+    Slices are made of the intervals of keys that rows see. What makes a slice is a run of rows
+    whose interval stays where it is, or widens, moves or narrows along the diagonal. A mask made of
+    few rectangles, triangles and bands thus has few slices; one without any order has up to one for
+    each interval of each row. It takes as long as reading the booleans a few times.
+    """
+    value = concrete(dense)
+    if value is None:
+      raise ValueError(
+        "dense must be known: a traced mask's number of slices is not; dot_product_attention takes "
+        "it as a boolean mask"
+      )
+    if value.ndim != 2 or value.dtype != bool:
+      raise ValueError(
+        f"dense must be boolean [q_len, k_len], got {value.dtype} {list(value.shape)}"
+      )
+    slices = cover(value)
+    assert slices is not None
+    # Not by the class, which would compare each with each: they are disjoint as they were made.
+    slices.flags.writeable = False
+    return cls.tree_unflatten(
+      (check_length("q_len", value.shape[0]), check_length("k_len", value.shape[1])), (slices,)
+    )
+
+  @classmethod
   def from_cu_seqlens(
     cls,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any = None,
     *,
     causal: bool = False,
+    align: str = "bottom_right",
     q_len: int | None = None,
     k_len: int | None = None,
   ) -> Self:
-    """Packed documents, given by cumulative lengths `[num_documents + 1]` that begin with 0."""
+    """Packed documents, given by cumulative lengths `[num_documents + 1]` that begin with 0.
+
+    `align` says which is a query's own key where a document's queries and keys are not as many: see
+    `sliding_window`.
+    """
     cu_q = as_int32("cu_seqlens_q", cu_seqlens_q, ("num_documents + 1",))
     if cu_seqlens_k is None:
       cu_k, k_len = cu_q, q_len if k_len is None else k_len
@@ -129,7 +186,12 @@ class MaskConstructors:
     )
     mask_type = MaskType.CAUSAL if check_flag("causal", causal) else MaskType.FULL
     types = np.full(cu_q.shape[0] - 1, mask_type, np.int32)
-    return cls.from_ranges(q_ranges, k_ranges, types, q_len=q_len, k_len=k_len)
+    mask = cls.from_ranges(q_ranges, k_ranges, types, q_len=q_len, k_len=k_len)
+    if not _is_top_left(align) or mask_type == MaskType.FULL:
+      return mask
+    xp: Any = np if isinstance(mask.slices, np.ndarray) else jnp
+    diagonal = (k_ranges[:, :1] - q_ranges[:, :1]).astype(np.int32)
+    return cls(xp.concatenate([mask.slices[:, :5], diagonal], axis=1), mask.q_len, mask.k_len)
 
   @classmethod
   def from_segment_ids(
@@ -140,6 +202,7 @@ class MaskConstructors:
     kv_ids: Any = None,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
   ) -> Self:
     """Packed documents, given by each token's document number; traced ids are welcome.
 
@@ -151,8 +214,9 @@ class MaskConstructors:
       ids: int `[q_len]` in 0 .. max_segments; 0 is padding, which sees nothing.
       max_segments: the number of slices (static).
       kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
-      causal: keys after the query are hidden, each document's last tokens aligned.
+      causal: keys after the query's own are hidden, inside each document.
       window: (left, right), as in `sliding_window`, inside each document.
+      align: which is a query's own key, as in `sliding_window`, inside each document.
     """
     max_segments = check_length("max_segments", max_segments)
     ids = as_int32("ids", ids, ("q_len",))
@@ -162,9 +226,10 @@ class MaskConstructors:
     if isinstance(window, (int, np.integer)):
       raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
     band = window_band("window", window, is_causal=check_flag("causal", causal))
+    is_top_left = _is_top_left(align)
 
     def slices(ids, key_ids):
-      return _segment_slices(ids, key_ids, max_segments, band)
+      return _segment_slices(ids, key_ids, max_segments, band, is_top_left)
 
     if not isinstance(ids, np.ndarray):
       slices = with_auto_axes(slices, ids, lambda _: P())
@@ -223,16 +288,21 @@ class MaskConstructors:
 
 
 def _segment_slices(
-  ids: Any, key_ids: Any, max_segments: int, band: tuple[Edge, Edge]
+  ids: Any, key_ids: Any, max_segments: int, band: tuple[Edge, Edge], is_top_left: bool
 ) -> np.ndarray | jax.Array:
-  """One slice a segment; the band is given as offsets from the segments' last tokens."""
+  """One slice a segment; the band is given as offsets from a query's own key."""
   q_begin, q_end = segment_bounds("ids", ids, max_segments)
   k_begin, k_end = segment_bounds("kv_ids", key_ids, max_segments)
   xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
-  columns = [q_begin, q_end, k_begin, k_end, *band_around(k_end - q_end, band)]
+  diagonal = k_begin - q_begin if is_top_left else k_end - q_end
+  columns = [q_begin, q_end, k_begin, k_end, *band_around(diagonal, band)]
   # A segment without queries or without keys becomes padding.
   absent = (q_begin >= q_end) | (k_begin >= k_end)
   return xp.where(absent[:, None], 0, xp.stack(columns, axis=1)).astype(np.int32)
+
+
+def _is_top_left(align: str) -> bool:
+  return check_choice("align", align, ("bottom_right", "top_left")) == "top_left"
 
 
 def _length_or_largest(name: str, length: int | None, ranges: np.ndarray | jax.Array) -> int:

@@ -36,6 +36,35 @@ def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
   return jnp.clip(slices, low.reshape(shape), high.reshape(shape))
 
 
+def intersected(a: Any, b: Any) -> Any:
+  """What both of two lists `[batch or 1, num_slices, 6]` show: one slice for each pair of slices.
+
+  Traced slices that share nothing become padding; numpy ones are left out.
+  """
+  xp: Any = np if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else jnp
+  a, b = a[:, :, None], b[:, None, :]
+  is_low = np.array([column in (Q_BEGIN, K_BEGIN, LO) for column in range(6)])
+  both = xp.where(is_low.reshape(1, 1, 1, 6), xp.maximum(a, b), xp.minimum(a, b))
+  both = both.reshape(both.shape[0], both.shape[1] * both.shape[2], 6)
+  is_empty = (
+    (both[..., Q_BEGIN] >= both[..., Q_END])
+    | (both[..., K_BEGIN] >= both[..., K_END])
+    | (both[..., LO] > both[..., HI])
+  )
+  if xp is np:
+    return stacked([row[~empty] for row, empty in zip(both, is_empty, strict=True)], both.shape[0])
+  return jnp.where(is_empty[..., None], 0, both)
+
+
+def stacked(lists: list[Any], batch: int = 1) -> Any:
+  """One list of slices for each batch row, as `[batch, num_slices, 6]`: padded to the longest."""
+  xp: Any = np if all(isinstance(x, np.ndarray) for x in lists) else jnp
+  if not lists:
+    return np.zeros((batch, 0, 6), np.int32)
+  longest = max(len(x) for x in lists)
+  return xp.stack([xp.pad(x, [(0, longest - len(x)), (0, 0)]) for x in lists])
+
+
 def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
   """Raises if a range is reversed, or reaches out of [0, length)."""
   bad = (begin < 0) | (end > length) | (begin > end)

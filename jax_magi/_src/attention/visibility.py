@@ -1,0 +1,165 @@
+"""Which pairs `dot_product_attention` shows: all of its arguments that say so, intersected."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.arguments import as_int32, concrete
+from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
+from jax_magi._src.masks.cover import cover
+from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
+
+# A concrete boolean mask becomes slices if these are no more than this, or than q_len divided by
+# that. With more of them, tiles of the kernels would be mostly edges.
+MAX_SLICES, QUERIES_PER_SLICE = 64, 8
+
+
+def visible_slices(
+  shape: tuple[Any, int, int, int],
+  band: tuple[int, int],
+  lengths: dict[str, Any],
+  segments: dict[str, Any],
+  max_segments: int | None,
+  mask: Any,
+) -> tuple[Any, Any]:
+  """Slices, and what they cannot say.
+
+  Args:
+    shape: batch, num_q_heads, q_len, k_len.
+    band: lo and hi, over positions in a row of the batch.
+    lengths: query_seq_lengths and key_value_seq_lengths, each of them may be None.
+    segments: segment_ids and kv_segment_ids, likewise.
+    max_segments: how many documents there may be.
+    mask: an `AttentionMask`, one for each row of the batch, a boolean array, or None.
+
+  Returns:
+    int32 `[batch or 1, num_slices, 6]`; and a boolean array to be made a bias, or None.
+  """
+  batch, _, q_len, k_len = shape
+  sizes = batch, q_len, k_len
+  slices, dense = _mask_slices(mask, shape)
+  parts = [_length_slices(sizes, band, lengths), _segment_slices(sizes, segments, max_segments)]
+  parts = [part for part in (*parts, slices) if part is not None]
+  if not parts:
+    return np.array([[[0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]]], np.int32), dense
+  return functools.reduce(intersected, parts), dense
+
+
+def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
+  """`bias`, or zeros of `dtype`, with -inf where the boolean array `visible` hides a pair.
+
+  It is as large as what both of them are broadcast to.
+  """
+  visible = jnp.asarray(visible)
+  bias = jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias
+  shape = jnp.broadcast_shapes(visible.shape, bias.shape, (1, 1, 1, k_len))
+  hidden = jnp.full((1, 1, 1, 1), -np.inf, bias.dtype)
+  return jnp.where(*(jnp.broadcast_to(x, shape) for x in (visible, bias, hidden)))
+
+
+def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]):
+  """One slice for each row of the batch, or one for all; None if it would show everything."""
+  batch, q_len, k_len = sizes
+  given = {name: as_int32(name, x, (batch,)) for name, x in lengths.items() if x is not None}
+  if not given:
+    is_all = band == (-UNBOUNDED, UNBOUNDED)
+    return None if is_all else np.array([[[0, q_len, 0, k_len, *band]]], np.int32)
+  slices = np.array([[[0, 0, 0, 0, *band]]], np.int32)
+  # By broadcasting alone, which keeps whatever sharding the lengths have.
+  for name, column, length in (
+    ("query_seq_lengths", 1, q_len),
+    ("key_value_seq_lengths", 3, k_len),
+  ):
+    end = jnp.clip(given.get(name, np.array([length], np.int32)), 0, length)
+    slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[None, None, column]
+  return slices
+
+
+def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any):
+  """One slice for each document; None if there are no documents."""
+  batch, q_len, k_len = sizes
+  given = {
+    name: as_int32(name, x if np.ndim(x) == 2 else jnp.asarray(x)[None], (batch, length))
+    for (name, x), length in zip(segments.items(), (q_len, k_len), strict=True)
+    if x is not None
+  }
+  if not given:
+    return None
+  if "segment_ids" not in given:
+    raise ValueError("kv_segment_ids needs segment_ids")
+  if max_segments is None:
+    raise ValueError("segment_ids needs max_segments, a static bound on the document numbers")
+  ids = given["segment_ids"]
+  kv_ids = given.get("kv_segment_ids", ids)
+  if kv_ids.shape[1] != k_len:
+    raise ValueError(f"kv_segment_ids must be given: query and key have {q_len} and {k_len} tokens")
+
+  def documents(ids, kv_ids):
+    return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
+
+  if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
+    slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
+    return slices.reshape(batch, max_segments, 6)
+  return jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+
+
+def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]:
+  """Slices of the mask; or a boolean array `[1 or more, ...]` of four dimensions, or neither."""
+  batch, _, q_len, k_len = shape
+  if mask is None:
+    return None, None
+  if isinstance(mask, AttentionMask):
+    return slices_of_batch(mask, batch, q_len, k_len), None
+  if _is_sequence_of_masks(mask):
+    if len(mask) != batch:
+      raise ValueError(f"mask must be one AttentionMask, or {batch} of them, got {len(mask)}")
+    return stacked([slices_of_batch(one, 1, q_len, k_len)[0] for one in mask]), None
+  if not hasattr(mask, "shape") and not isinstance(mask, (list, tuple)):
+    raise ValueError(f"mask must be a boolean array or an AttentionMask, got {type(mask).__name__}")
+  known = concrete(mask)
+  dense = mask if known is None else known
+  check_broadcastable("mask", dense, shape)
+  if dense.dtype != bool:
+    raise ValueError(
+      f"mask must be boolean, got {dense.dtype}; what is added to the logits is a bias"
+    )
+  slices = (
+    None if known is None else _cover(known.reshape((1,) * (4 - known.ndim) + known.shape), shape)
+  )
+  if slices is not None:
+    return slices, None
+  return None, jnp.asarray(dense).reshape((1,) * (4 - dense.ndim) + dense.shape)
+
+
+def _is_sequence_of_masks(mask: Any) -> bool:
+  return (
+    isinstance(mask, Sequence)
+    and len(mask) > 0
+    and all(isinstance(one, AttentionMask) for one in mask)
+  )
+
+
+def _cover(dense: np.ndarray, shape: tuple[Any, int, int, int]) -> np.ndarray | None:
+  """Slices for a mask that is known, if they are few."""
+  _, _, q_len, k_len = shape
+  if dense.shape[1] > 1 and not (dense == dense[:, :1]).all():
+    return None
+  rows = []
+  for row in dense[:, 0]:
+    slices = cover(row, max(MAX_SLICES, q_len // QUERIES_PER_SLICE))
+    if slices is None:
+      return None
+    # A single query, or a single key, stands for all.
+    if row.shape[0] == 1:
+      slices[:, 1] = q_len
+    if row.shape[1] == 1:
+      slices[:, 3] = k_len
+    rows.append(slices)
+  return stacked(rows)

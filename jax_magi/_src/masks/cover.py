@@ -1,0 +1,93 @@
+"""Slices that show what a dense mask shows.
+
+A row of a dense mask is a list of intervals of keys. Under one slice, the begin of a row's interval
+stays where it is from row to row, until it moves on by one key a row; its end moves on by one key a
+row, until it stays. So intervals of consecutive rows are linked where both ends stay or move by
+one, and the chains that this gives are cut wherever the order of staying and moving is another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_magi._src.masks.slices import UNBOUNDED
+
+# Elements of the dense mask that are looked at at once, to bound the memory for it.
+_MAX_ELEMENTS = 1 << 24
+
+
+def cover(dense: np.ndarray, max_slices: int | None = None) -> np.ndarray | None:
+  """int32 `[num_slices, 6]`, no two of which share a pair, and none of which is empty.
+
+  Args:
+    dense: bool `[q_len, k_len]`.
+    max_slices: None is returned where there would be more. It is known early.
+  """
+  found = _intervals(dense, max_slices)
+  if found is None:
+    return None
+  row, begin, end = found
+  if row.size == 0:
+    return np.zeros((0, 6), np.int32)
+  order, is_head = _chains(row, begin, end, dense.shape[1])
+  row, begin, end = row[order], begin[order], end[order]
+  # How the interval came out of the one before it in its chain.
+  begin_moves, end_moves = np.append(0, np.diff(begin)), np.append(0, np.diff(end))
+  first = is_head | _cuts(is_head, begin_moves, end_moves)
+  if max_slices is not None and first.sum() > max_slices:
+    return None
+  firsts = np.flatnonzero(first)
+  lasts = np.append(firsts[1:], len(row)) - 1
+  moves = np.where(first, 0, begin_moves), np.where(first, 0, end_moves)
+  has_lo, has_hi = (np.add.reduceat(x, firsts) > 0 for x in moves)
+  lo = np.where(has_lo, begin[lasts] - row[lasts], -UNBOUNDED)
+  hi = np.where(has_hi, end[firsts] - 1 - row[firsts], UNBOUNDED)
+  columns = [row[firsts], row[lasts] + 1, begin[firsts], end[lasts], lo, hi]
+  slices = np.stack(columns, axis=1).astype(np.int32)
+  return slices[np.lexsort((slices[:, 2], slices[:, 0]))]
+
+
+def _intervals(dense: np.ndarray, max_slices: int | None):
+  """Row, first key and one past the last key of each interval, in order."""
+  q_len, k_len = dense.shape
+  num_rows = max(_MAX_ELEMENTS // max(k_len, 1), 1)
+  parts = []
+  for first in range(0, q_len, num_rows):
+    rows = np.pad(dense[first : first + num_rows], [(0, 0), (1, 1)])
+    is_edge = rows[:, 1:] != rows[:, :-1]
+    row, key = np.nonzero(is_edge)  # Begins and ends take turns.
+    # No slice has two intervals of a row.
+    if max_slices is not None and is_edge.sum(axis=1).max(initial=0) > 2 * max_slices:
+      return None
+    parts.append((first + row[::2], key[::2], key[1::2]))
+  if not parts:
+    return (np.zeros(0, np.int64),) * 3
+  return tuple(np.concatenate(x) for x in zip(*parts, strict=True))
+
+
+def _chains(row, begin, end, k_len):
+  """The intervals chain by chain, as an order of them; and where in it a chain begins."""
+  place = row * (k_len + 1) + begin
+  index = np.arange(len(row))
+  before = index.copy()  # The interval to which each is linked, or itself.
+  for move in (0, 1):
+    wanted = place + k_len + 1 + move
+    found = np.minimum(np.searchsorted(place, wanted), len(row) - 1)
+    grows = end[found] - end
+    is_next = (place[found] == wanted) & (grows >= 0) & (grows <= 1)
+    before[found[is_next]] = index[is_next]
+  head = before
+  while not np.array_equal(head, further := head[head]):
+    head = further
+  order = np.lexsort((row, head))
+  return order, (before == index)[order]
+
+
+def _cuts(is_head, begin_moves, end_moves):
+  """Where a chain needs another slice: its begin stays after it moved, or its end moves again."""
+  could = np.append(False, (begin_moves[1:] < begin_moves[:-1]) | (end_moves[1:] > end_moves[:-1]))
+  # The first of a chain has no move, and neither has the first after a cut.
+  could &= ~(is_head | np.append(False, is_head[:-1]))
+  starts = could & ~np.append(False, could[:-1])
+  since = np.arange(len(could)) - np.maximum.accumulate(np.where(starts, np.arange(len(could)), 0))
+  return could & (since % 2 == 0)
