@@ -29,10 +29,16 @@ class Inputs:
   sink: np.ndarray | None
   dout: np.ndarray
   dlse: np.ndarray
+  bias: np.ndarray | None = None
+  alibi_slopes: np.ndarray | None = None
 
   @property
   def operands(self):
     return self.q, self.k, self.v, self.sink
+
+  @property
+  def all_operands(self):
+    return *self.operands, self.bias, self.alibi_slopes
 
   @property
   def cotangents(self):
@@ -50,8 +56,14 @@ def make_inputs(
   value_dim: int,
   num_sinks: int | None = None,
   logit_scale: float = 1.0,
+  bias: str | None = None,
+  bias_dtype=None,
+  has_alibi: bool = False,
 ) -> Inputs:
-  """Random operands; `num_sinks` None is no sink, 0 the one-dimensional form."""
+  """Random operands; `num_sinks` None is no sink, 0 the one-dimensional form.
+
+  `bias` names the dimensions of one, as "hqk" or "1qk"; None is no bias. A tenth of it is -inf.
+  """
 
   def normal(*shape, factor=1.0):
     return (factor * rng.standard_normal(shape)).astype(dtype)
@@ -60,7 +72,7 @@ def make_inputs(
   if num_sinks is not None:
     shape = (num_q_heads,) if num_sinks == 0 else (num_sinks, num_q_heads)
     sink = rng.standard_normal(shape).astype(np.float32)
-  return Inputs(
+  inputs = Inputs(
     q=normal(q_len, num_q_heads, head_dim, factor=logit_scale),
     k=normal(k_len, num_kv_heads, head_dim),
     v=normal(k_len, num_kv_heads, value_dim),
@@ -68,6 +80,15 @@ def make_inputs(
     dout=normal(q_len, num_q_heads, value_dim),
     dlse=rng.standard_normal((q_len, num_q_heads)).astype(np.float32),
   )
+  if bias is not None:
+    sizes = {"h": num_q_heads, "q": q_len, "k": k_len, "1": 1}
+    shape = tuple(sizes[letter] for letter in bias)
+    values = np.where(rng.random(shape) < 0.1, -np.inf, rng.standard_normal(shape))
+    inputs = dataclasses.replace(inputs, bias=values.astype(bias_dtype or dtype))
+  if has_alibi:
+    slopes = rng.uniform(-0.1, 0.3, num_q_heads).astype(np.float32)
+    inputs = dataclasses.replace(inputs, alibi_slopes=slopes)
+  return inputs
 
 
 # Cases are compiled to be run once or a few times: optimising would be most of the tests' time.
@@ -77,19 +98,25 @@ jit_once = functools.partial(jit_unoptimised, static_argnames=("options",))
 
 @jit_once
 def _dense(operands, cotangents, dense_mask, options):
-  def fun(q, k, v, sink):
-    out, lse, max_logits = reference.attention(q, k, v, dense_mask, sink=sink, **dict(options))
+  def fun(q, k, v, sink, bias, slopes):
+    terms = {"sink": sink, "bias": bias, "alibi_slopes": slopes}
+    out, lse, max_logits = reference.attention(q, k, v, dense_mask, **terms, **dict(options))
     return (out, lse), max_logits
 
   (out, lse), vjp, max_logits = jax.vjp(fun, *operands, has_aux=True)
   return named_results(out, lse, max_logits, vjp(cotangents))
 
 
+def _attention(operands, mask, options):
+  q, k, v, sink, bias, slopes = operands
+  terms = {"sink": sink, "bias": bias, "alibi_slopes": slopes}
+  return jax_magi.attention(q, k, v, mask, return_max_logits=True, **terms, **dict(options))
+
+
 @jit_once
 def _ours(operands, cotangents, mask, options):
-  def fun(q, k, v, sink):
-    options_ = dict(options)
-    out, meta = jax_magi.attention(q, k, v, mask, sink=sink, return_max_logits=True, **options_)
+  def fun(*operands):
+    out, meta = _attention(operands, mask, options)
     return (out, meta.lse), meta.max_logits
 
   (out, lse), vjp, max_logits = jax.vjp(fun, *operands, has_aux=True)
@@ -98,15 +125,14 @@ def _ours(operands, cotangents, mask, options):
 
 def named_results(out, lse, max_logits, gradients) -> dict[str, Any]:
   """Results of a call and the gradients of its operands, as they are compared."""
-  names = ("dq", "dk", "dv", "dsink")
+  names = ("dq", "dk", "dv", "dsink", "dbias", "dslopes")
   grads = {n: g for n, g in zip(names, gradients, strict=False) if g is not None}
   return {"out": out, "lse": lse, "max_logits": max_logits, **grads}
 
 
 @jit_once
 def _ours_forward(operands, mask, options):
-  q, k, v, sink = operands
-  out, meta = jax_magi.attention(q, k, v, mask, sink=sink, return_max_logits=True, **dict(options))
+  out, meta = _attention(operands, mask, options)
   return named_results(out, meta.lse, meta.max_logits, ())
 
 
@@ -131,12 +157,12 @@ def check_attention(
     ("deterministic", deterministic),
   )
   if forward_only:
-    ours = _ours_forward(inputs.operands, mask, ours_options)
+    ours = _ours_forward(inputs.all_operands, mask, ours_options)
   elif is_mask_known:
     known = functools.partial(_ours.__wrapped__, mask=mask)
-    ours = jit_once(known)(inputs.operands, inputs.cotangents, options=ours_options)
+    ours = jit_once(known)(inputs.all_operands, inputs.cotangents, options=ours_options)
   else:
-    ours = _ours(inputs.operands, inputs.cotangents, mask, ours_options)
+    ours = _ours(inputs.all_operands, inputs.cotangents, mask, ours_options)
   assert ours["out"].dtype == inputs.q.dtype
   assert ours["lse"].dtype == ours["max_logits"].dtype == np.float32
   check_results(ours, inputs, mask, **options)
@@ -156,12 +182,12 @@ def expected_results(
   dense_mask, fixed = mask.to_dense(), tuple(sorted(options.items()))
   with jax.default_device(jax.local_devices(backend="cpu")[0]):
     with jax.enable_x64(True):
-      high = jax.tree.map(lambda x: x.astype(np.float64), (inputs.operands, inputs.cotangents))
+      high = jax.tree.map(lambda x: x.astype(np.float64), (inputs.all_operands, inputs.cotangents))
       truth = _dense(*high, dense_mask, fixed)
     if inputs.q.dtype == np.float32:  # It is not compared with the plain computation.
       return truth, truth
     # Low precision throughout: statistics and the sink too.
-    low = jax.tree.map(lambda x: x.astype(inputs.q.dtype), (inputs.operands, inputs.cotangents))
+    low = jax.tree.map(lambda x: x.astype(inputs.q.dtype), (inputs.all_operands, inputs.cotangents))
     return truth, _dense(*low, dense_mask, fixed)
 
 

@@ -35,11 +35,16 @@ class Case:
   def options(self):
     return {"softcap": self.softcap, "softmax_scale": self.softmax_scale}
 
-  def make_inputs(self, dtype: str) -> Inputs:
-    """Random operands, the same each time."""
+  def make_inputs(self, dtype: str, **terms) -> Inputs:
+    """Random operands, the same each time. `terms` are those of `accuracy.make_inputs`."""
     rng = np.random.default_rng(zlib.crc32(self.name.encode()))
     return make_inputs(
-      rng, DTYPES[dtype], *self.shape, num_sinks=self.num_sinks, logit_scale=self.logit_scale
+      rng,
+      DTYPES[dtype],
+      *self.shape,
+      num_sinks=self.num_sinks,
+      logit_scale=self.logit_scale,
+      **terms,
     )
 
 
