@@ -57,6 +57,41 @@ def test_block_causal():
   np.testing.assert_array_equal(AttentionMask.block_causal(4, 10).to_dense(), j // 4 <= i // 4)
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_documents_whose_queries_and_keys_are_not_as_many(is_traced):
+  """Causal from the first tokens of each, or up to the last ones."""
+  cu_q, cu_k = np.array([0, 3, 9, 9, 14]), np.array([0, 6, 8, 11, 16])
+  ids, kv_ids = (np.repeat(np.arange(1, 5), np.diff(cu)) for cu in (cu_q, cu_k))
+  i, j = np.arange(14)[:, None], np.arange(16)[None, :]
+  is_same = ids[:, None] == kv_ids[None, :]
+  own = i - cu_q[ids - 1][:, None] + cu_k[ids - 1][:, None]
+  shown = {
+    "top_left": j <= own,
+    "bottom_right": j <= own + (np.diff(cu_k) - np.diff(cu_q))[ids - 1][:, None],
+  }
+
+  def make(align, cu_q, cu_k, ids, kv_ids):
+    by_sums = AttentionMask.from_cu_seqlens(
+      cu_q, cu_k, causal=True, align=align, q_len=14, k_len=16
+    )
+    by_ids = AttentionMask.from_segment_ids(ids, 4, kv_ids=kv_ids, causal=True, align=align)
+    return by_sums, by_ids
+
+  make = jax.jit(make, static_argnums=0) if is_traced else make
+  for align, expected in shown.items():
+    for mask in make(align, cu_q, cu_k, ids, kv_ids):
+      np.testing.assert_array_equal(mask.to_dense(), is_same & expected)
+
+
+def test_alignment():
+  i, j = np.arange(5)[:, None], np.arange(8)[None, :]
+  np.testing.assert_array_equal(AttentionMask.causal(5, 8, align="top_left").to_dense(), j <= i)
+  window = AttentionMask.sliding_window(5, 8, left=1, right=2, align="top_left")
+  np.testing.assert_array_equal(window.to_dense(), (i - 1 <= j) & (j <= i + 2))
+  with pytest.raises(ValueError, match="align must be one of"):
+    AttentionMask.causal(5, 8, align="left")
+
+
 @hypothesis.given(mask=masks())
 def test_grouped_by_keys_is_the_same_mask(mask):
   grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), mask.q_len, mask.k_len)

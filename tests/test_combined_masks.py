@@ -1,0 +1,170 @@
+"""Arguments of `dot_product_attention` that say what is visible, all at once."""
+
+import itertools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import jax_magi
+from jax_magi import AttentionMask, reference
+from jax_magi._src.attention import visibility
+from jax_magi._src.masks.slices import intersected
+from tests.arrays import assert_trees_close, normals
+from tests.test_random_masks import masks
+
+BATCH, LENGTH = 3, 40
+_I, _J = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
+_IDS = np.stack([np.repeat([1, 2, 0], c) for c in ([10, 20, 10], [40, 0, 0], [1, 39, 0])])
+_ROWS = [
+  AttentionMask.prefix_lm(9, LENGTH),
+  AttentionMask.full(LENGTH),
+  AttentionMask.from_cu_seqlens([0, 30, 40]),
+]
+_DENSE = np.random.default_rng(0).random((BATCH, 1, LENGTH, LENGTH)) < 0.7
+_STAIRS = _J // 8 <= _I // 8
+# By name: arguments, and which pairs of each batch row they show.
+ARGUMENTS = {
+  "causal": ({"is_causal": True}, _J <= _I),
+  "window": ({"local_window_size": (12, 5)}, (_I - 12 <= _J) & (_J <= _I + 5)),
+  "left_window": ({"local_window_size": (12, None)}, _I - 12 <= _J),
+  "right_window": ({"local_window_size": (None, 5)}, _J <= _I + 5),
+  "query_lengths": (
+    {"query_seq_lengths": np.array([40, 13, 0], np.int32)},
+    _I[None] < np.array([40, 13, 0])[:, None, None],
+  ),
+  "key_lengths": (
+    {"key_value_seq_lengths": np.array([33, 40, 12], np.int32)},
+    _J[None] < np.array([33, 40, 12])[:, None, None],
+  ),
+  "documents": (
+    {"segment_ids": _IDS, "max_segments": 3},
+    (_IDS[:, :, None] == _IDS[:, None, :]) & (_IDS > 0)[:, :, None],
+  ),
+  "mask": ({"mask": _ROWS[0]}, np.asarray(_ROWS[0].to_dense())),
+  "mask_of_each_row": ({"mask": _ROWS}, np.stack([m.to_dense() for m in _ROWS])),
+  "boolean_mask": ({"mask": _DENSE}, _DENSE[:, 0]),
+  "boolean_mask_of_few_slices": ({"mask": _STAIRS}, _STAIRS),
+  "key_padding": ({"mask": _DENSE[:, :, :1]}, _DENSE[:, 0, :1]),
+}
+
+
+def _arrays():
+  return normals((BATCH, LENGTH, 4, 16), *[(BATCH, LENGTH, 2, 16)] * 2)
+
+
+def _expected(q, k, v, shown, **terms):
+  rows = [reference.attention(*row, **terms) for row in zip(q, k, v, shown, strict=True)]
+  return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+
+
+def _pairs():
+  for a, b in itertools.combinations(ARGUMENTS, 2):
+    if not ARGUMENTS[a][0].keys() & ARGUMENTS[b][0].keys():
+      yield a, b
+
+
+_TRIPLES = [
+  ("causal", "documents", "mask_of_each_row"),
+  ("left_window", "documents", "boolean_mask"),
+  ("causal", "key_lengths", "query_lengths", "documents", "mask"),
+  ("window", "query_lengths", "boolean_mask_of_few_slices"),
+]
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["known", "traced"])
+@pytest.mark.parametrize("names", [*_pairs(), *_TRIPLES], ids="-".join)
+def test_arguments_intersect(names, is_traced):
+  """Every row that sees nothing is zero, and nothing is NaN."""
+  q, k, v = _arrays()
+  options = {key: x for name in names for key, x in ARGUMENTS[name][0].items()}
+  arrays = {n: x for n, x in options.items() if isinstance(x, (np.ndarray, AttentionMask, list))}
+  static = {n: x for n, x in options.items() if n not in arrays}
+  shown = np.ones((BATCH, LENGTH, LENGTH), bool)
+  for name in names:
+    shown = shown & ARGUMENTS[name][1]
+
+  def run(q, k, v, arrays):
+    out, meta = jax_magi.dot_product_attention(
+      q, k, v, **arrays, **static, return_meta=True, return_max_logits=True
+    )
+    return out, meta.lse, meta.max_logits
+
+  got = jax.jit(run)(q, k, v, arrays) if is_traced else run(q, k, v, arrays)
+  assert_trees_close(got, jax.jit(_expected)(q, k, v, shown), rtol=1e-4, atol=1e-5)
+
+
+def test_boolean_masks_become_slices_where_these_are_few(monkeypatch):
+  q, k, v = _arrays()
+  biases = []
+  attend = jax_magi._src.attention.dot_product.attend
+
+  def spy(*operands, bias, **terms):
+    biases.append(None if bias is None else (bias.shape, bias.dtype))
+    return attend(*operands, bias=bias, **terms)
+
+  monkeypatch.setattr("jax_magi._src.attention.dot_product.attend", spy)
+  for mask in (_STAIRS, _DENSE[:, :, :1], np.stack([_STAIRS] * 4), np.ones((1, 1, 1, 1), bool)):
+    jax_magi.dot_product_attention(q, k, v, mask=mask)
+  assert biases == [None] * 4
+  jax_magi.dot_product_attention(q, k, v, mask=_DENSE)
+  q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+  fun = jax.jit(lambda mask: jax_magi.dot_product_attention(q, k, v, mask=mask))
+  fun(_DENSE[:, :, :1])
+  assert biases[4:] == [
+    ((BATCH, 1, LENGTH, LENGTH), np.float32),
+    ((BATCH, 1, 1, LENGTH), jnp.bfloat16),
+  ]
+
+
+def test_limit_of_slices():
+  """A checkerboard of blocks has more and more of them."""
+  for blocks, is_few in ((8, True), (16, False)):
+    block = np.kron(np.indices((blocks, blocks)).sum(axis=0) % 2, np.ones((8, 8))).astype(bool)
+    slices = AttentionMask.from_dense(block).slices
+    length = 8 * blocks
+    found, dense = visibility._mask_slices(block, (1, 1, length, length))
+    assert (len(slices) <= max(64, length // 8)) == is_few == (dense is None) == (found is not None)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(a=masks(), data=st.data())
+def test_intersection_of_slices(a, data):
+  """Known slices without the empty ones, and traced ones."""
+  b = data.draw(masks())
+  q_len, k_len = min(a.q_len, b.q_len), min(a.k_len, b.k_len)
+  a, b = (m.crop(0, q_len, 0, k_len) for m in (a, b))
+  expected = np.asarray(a.to_dense()) & np.asarray(b.to_dense())
+  known = intersected(np.asarray(a.slices)[None], np.asarray(b.slices)[None])
+  traced = intersected(jnp.asarray(a.slices)[None], jnp.asarray(b.slices)[None])
+  for slices in (known, traced):
+    got = AttentionMask(np.asarray(slices)[0], q_len, k_len)
+    np.testing.assert_array_equal(got.to_dense(), expected)
+
+
+def test_xla_is_the_plain_path():
+  q, k, v = _arrays()
+  got = jax_magi.dot_product_attention(q, k, v, implementation="xla")
+  expected = jax_magi.dot_product_attention(q, k, v, implementation="blockwise")
+  np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (BATCH, 4)], ids=str)
+def test_alibi_slopes(shape):
+  q, k, v = _arrays()
+  slopes = normals(shape)[0] / 4
+  bias = np.broadcast_to(slopes, (BATCH, 4))[..., None, None] * (_J - _I).astype(np.float32)
+
+  def loss(slopes, bias):
+    out = jax_magi.dot_product_attention(q, k, v, bias, alibi_slopes=slopes, is_causal=True)
+    return jnp.sum(jnp.sin(out)), out
+
+  got, out = jax.jit(jax.grad(loss, has_aux=True))(slopes, None)
+  dbias, expected = jax.jit(jax.grad(loss, 1, has_aux=True))(None, bias)
+  assert_trees_close(out, expected, rtol=1e-4, atol=1e-5)
+  expected = (np.asarray(dbias, np.float64) * (_J - _I)).sum(axis=(2, 3))
+  expected = expected if len(shape) == 2 else expected.sum(axis=0)
+  assert_trees_close(got, expected, rtol=1e-3, atol=1e-4)
