@@ -24,6 +24,30 @@ def _draw(name: str, masks: dict[str, AttentionMask], num_columns: int) -> None:
   figure.savefig(IMAGES / name, dpi=110)
 
 
+def _draw_cover() -> None:
+  """Slices that `from_dense` finds, a color for each."""
+  i, j = np.indices((96, 96))
+  random = np.random.default_rng(3)
+  masks = {
+    "blocks of different sizes": (j <= i)
+    & (np.digitize(i, [20, 32, 70]) == np.digitize(j, [20, 32, 70])),
+    "window + first tokens": (j <= i) & ((i - j < 18) | (j < 6)),
+    "dilated blocks": (j <= i) & ((i // 12 - j // 12) % 2 == 0),
+    "random blocks": np.kron(random.random((8, 8)) < 0.4, np.ones((12, 12))).astype(bool),
+  }
+  figure, axes = plt.subplots(1, 4, figsize=(10.4, 2.9), layout="constrained")
+  for ax, (title, dense) in zip(axes, masks.items(), strict=True):
+    slices = AttentionMask.from_dense(dense).slices
+    numbers = np.full(dense.shape, np.nan)
+    for number, one in enumerate(slices):
+      shown = np.asarray(AttentionMask(one[None], *dense.shape).to_dense())
+      numbers[shown] = number % 10
+    ax.imshow(numbers, cmap="tab10", vmin=0, vmax=9, interpolation="nearest")
+    ax.set_title(f"{title}: {len(slices)} slices", fontsize=9)
+    ax.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")
+  figure.savefig(IMAGES / "from_dense.png", dpi=110)
+
+
 def _draw_plan() -> None:
   """A plan of packed documents on eight ranks."""
   documents = [0, 1100, 1400, 6000, 6200, 7100, 8192]
@@ -58,6 +82,7 @@ def main() -> None:
   IMAGES.mkdir(exist_ok=True)
   _draw_plan()
   _draw_stages()
+  _draw_cover()
   classic = {}
   for mask_type in map(MaskType, range(4)):
     for q_len, k_len in ((8, 12), (12, 8)):

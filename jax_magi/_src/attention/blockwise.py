@@ -74,7 +74,7 @@ def backward(
 
   operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "slices": slices}
   operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
-  is_sum = "bias" in wants and bias.shape[0] == 1 and q.shape[0] > 1
+  is_sum = "bias" in wants and bias.shape[0] == 1 and q.shape[0] != 1
   results = (_over_batch_summed if is_sum else _over_batch)(one, operands)
   gradients, dterms = results[0], dict(results[1])
   if "bias" in wants:
