@@ -38,9 +38,10 @@ _MASKS = {
 _DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24)]
 
 
-def _attention(dims, mask, deterministic, **options):
+def _attention(dims, mask, deterministic, bias=None, bias_dtype=None, has_alibi=False, **options):
   shape = (mask.q_len, mask.k_len, 4, 2, *dims)
-  inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, *shape, num_sinks=0)
+  terms = {"bias": bias, "bias_dtype": bias_dtype, "has_alibi": has_alibi}
+  inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, *shape, num_sinks=0, **terms)
   for is_mask_known in (False, True):
     check_attention(
       inputs,
@@ -84,6 +85,19 @@ def _cases():
       f"attention-{dims[0]}-{dims[1]}-softcap",
       functools.partial(_attention, dims, _UNEVEN, False, softcap=3.0),
     )
+    for bias, bias_dtype, has_alibi, deterministic in (
+      ("hqk", None, False, False),
+      ("1qk", np.float32, False, True),
+      ("h1k", None, True, False),
+      ("11k", None, False, True),
+      (None, None, True, True),
+    ):
+      kind = f"{bias or 'no'}_bias{'-alibi' if has_alibi else ''}"
+      terms = {"bias": bias, "bias_dtype": bias_dtype, "has_alibi": has_alibi}
+      yield (
+        f"attention-{dims[0]}-{dims[1]}-{kind}{'-deterministic' if deterministic else ''}",
+        functools.partial(_attention, dims, _UNEVEN, deterministic, **terms),
+      )
   yield "attention-batch", _batch
   for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.
     case = SoftmaxCase(

@@ -302,6 +302,45 @@ def test_export_round_trip():
   assert_trees_close(restored.call(*arrays), fun(*arrays), rtol=0, atol=0)
 
 
+@implementations
+@pytest.mark.parametrize("sizes", [(0, 5, 6), (2, 0, 6), (2, 5, 0), (2, 0, 0), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("bias", ["bhqk", "1h1k", "11qk", "1111"])
+def test_empty_sequences(implementation, sizes, bias):
+  batch, q_len, k_len = sizes
+  q, k, v = normals((batch, q_len, 4, 8), *[(batch, k_len, 2, 8)] * 2)
+  letters = {"b": batch, "h": 4, "q": q_len, "k": k_len, "1": 1}
+  operands = normals(tuple(letters[letter] for letter in bias), (4,))
+  loss = functools.partial(_btnh, implementation=implementation)
+  gradients = jax.jit(jax.grad(loss, (3, 4)))(q, k, v, *operands)
+  for got, operand in zip(gradients, operands, strict=True):
+    assert got.shape == operand.shape and np.isfinite(got).all()
+    assert q_len * k_len * batch or not np.any(got)
+
+
+def test_symbolic_batch():
+  """A program of the plain path, for any number of rows."""
+  arguments = (
+    *_arrays(),
+    _bias("1hqk"),
+    _slopes(),
+    np.random.default_rng(0).random((4, 1, 1, 40)) < 0.8,
+  )
+
+  def gradients(*operands):
+    *operands, mask = operands
+    return _gradients(functools.partial(_btnh, mask=mask))(*operands)
+
+  (batch,) = jax.export.symbolic_shape("b")
+  types = [
+    jax.ShapeDtypeStruct((batch if len(x) == _BATCH else len(x), *x.shape[1:]), x.dtype)
+    for x in arguments
+  ]
+  exported = jax.export.export(jax.jit(gradients))(*types)
+  assert_trees_close(
+    exported.call(*arguments), jax.jit(gradients)(*arguments), rtol=1e-4, atol=1e-5
+  )
+
+
 def test_second_derivatives_of_the_plain_path():
   q, k, v = (x[0, :6] for x in _arrays())
   bias = normals((1, 6, 6))[0]

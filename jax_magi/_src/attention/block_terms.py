@@ -30,11 +30,14 @@ class Terms:
   alibi_slopes: Any
   num_kv_heads: int
 
+  def _grouped(self, num_q_heads: int) -> tuple[int, int]:
+    return self.num_kv_heads, num_q_heads // self.num_kv_heads
+
   def in_blocks(self, num_rows: int, num_keys: int) -> BlockTerms:
     """For blocks of this size."""
     bias, slopes = self.bias, self.alibi_slopes
     if bias is not None:
-      heads = (1, 1) if bias.shape[0] == 1 else (self.num_kv_heads, -1)
+      heads = (1, 1) if bias.shape[0] == 1 else self._grouped(bias.shape[0])
       bias = bias.reshape(*heads, *bias.shape[1:])
       block = (1 if bias.shape[2] == 1 else num_rows, num_keys)
       # To whole blocks, and at least one: there is one to trace even where there are no tokens.
@@ -43,7 +46,7 @@ class Terms:
       ]
       bias = jnp.pad(bias, [(0, 0), (0, 0), *missing]) if np.any(missing) else bias
     if slopes is not None:
-      slopes = slopes.reshape(self.num_kv_heads, -1, 1, 1)
+      slopes = slopes.reshape(*self._grouped(slopes.shape[0]), 1, 1)
     shape = None if self.bias is None else self.bias.shape
     return BlockTerms(bias, slopes, num_rows, num_keys, shape)
 
@@ -110,5 +113,7 @@ class BlockTerms:
       x = x.reshape(heads, x.shape[2] * x.shape[3], x.shape[4] * x.shape[5])
       gradients["bias"] = x[:, :q_len, :k_len]
     if "alibi_slopes" in blocks:
-      gradients["alibi_slopes"] = blocks["alibi_slopes"].sum(axis=(0, 1)).reshape(-1)
+      gradients["alibi_slopes"] = (
+        blocks["alibi_slopes"].sum(axis=(0, 1)).reshape(self.slopes.shape[0] * self.slopes.shape[1])
+      )
     return gradients
