@@ -103,7 +103,11 @@ def calc_attn(
   if not check_flag("return_max_logits", return_max_logits):
     return out, AttnForwardMeta(lse)
   if is_reduced:
-    return out, AttnForwardMeta(lse, optim.reduce_max_logits(max_logits, axis_name=axis_name))
+    max_logits = optim.reduce_max_logits(max_logits, axis_name=axis_name)
+    # XLA has one collective in flight. Unless this one is over before the next begins, it may be
+    # the one that a kernel hides, and a transfer of keys not.
+    out, _ = lax.optimization_barrier((out, max_logits))
+    return out, AttnForwardMeta(lse, max_logits)
   return out, AttnForwardMeta(lse, lax.stop_gradient(max_logits))
 
 
