@@ -48,6 +48,7 @@ def calc_attn(
   keep_remote_kv: bool = False,
   deterministic: bool = False,
   sm_margin: int | tuple[int, int] | None = None,
+  kernel_barrier: bool = False,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
   """`attention` of a rank's queries over all keys, inside `shard_map` over `axis_name`.
@@ -70,6 +71,8 @@ def calc_attn(
     sm_margin: streaming multiprocessors that kernels leave free for communication, or a pair of
       them, forward and backward. None is what the environment says when the step is traced, in
       MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN, or else 0.
+    kernel_barrier: whether a kernel waits, 0.1 ms at most, until the GPU has taken up the transfer
+      that it shall run beside. Then it needs no margin: it begins on the other multiprocessors.
     implementation: see above.
 
   Returns:
@@ -96,7 +99,8 @@ def calc_attn(
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   q, k, v, sink, *leaves = vary_together(q, k, v, jnp.asarray(sink), *map(jnp.asarray, leaves))
   forward, backward = (dataclasses.replace(config, sm_margin=x) for x in sm_margins(sm_margin))
-  rank_config = RankConfig(forward, backward, axis_name, keep)
+  with_barrier = check_flag("kernel_barrier", kernel_barrier)
+  rank_config = RankConfig(forward, backward, axis_name, keep, with_barrier)
   out, lse, max_logits = rank_attention(
     rank_config, q, k, v, jax.tree.unflatten(treedef, leaves), sink
   )

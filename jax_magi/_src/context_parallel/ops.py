@@ -32,6 +32,7 @@ class RankConfig:
   backward: ops.AttentionConfig
   axis_name: str
   keep_remote_kv: bool = False
+  kernel_barrier: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -76,7 +77,10 @@ def _forward(config: RankConfig, q, k, v, key, sink):
     kernel = functools.partial(attend, number)
     sent = transfer.packed(both) if transfer else None
     move = transfer.move if transfer else None
-    results, result, arrived = side_by_side(results, kernel, key.slices[0, number], move, sent)
+    slices = key.slices[0, number]
+    results, result, arrived = side_by_side(
+      results, kernel, slices, move, sent, with_barrier=config.kernel_barrier
+    )
     results.append(result)
     if transfer:
       stages.append(_parted(transfer.unpacked(both, arrived), k, v))
@@ -131,7 +135,9 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
     if step.reduce is not None:
       move = transfers[step.reduce - 1].move_back
       own, sent = transfers[step.reduce - 1].packed_back(gradients.pop(step.reduce))
-    (gradients, dq), result, arrived = side_by_side((gradients, dq), kernel, slices, move, sent)
+    (gradients, dq), result, arrived = side_by_side(
+      (gradients, dq), kernel, slices, move, sent, with_barrier=config.kernel_barrier
+    )
     if step.cast is not None:
       stages[step.cast] = _parted(transfers[step.cast - 1].unpacked(both, arrived), k, v)
     if step.reduce is not None:

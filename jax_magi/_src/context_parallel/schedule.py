@@ -25,12 +25,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jax_magi._src.native.overlap import kernel_barrier
+
 # Rows that no kernel's tile is cut at, where there are as many.
 _ROW_MULTIPLE = 128
 
 
 def side_by_side(
-  done: Any, kernel: Callable, slices: Any, move: Callable | None, sent: Any
+  done: Any,
+  kernel: Callable,
+  slices: Any,
+  move: Callable | None,
+  sent: Any,
+  *,
+  with_barrier: bool,
 ) -> tuple[Any, Any, Any]:
   """One step: `kernel(slices)` and `move(sent)`, which is no more than a transfer.
 
@@ -44,13 +52,16 @@ def side_by_side(
     slices: its operand.
     move: None where nothing moves.
     sent: its operand, or None.
+    with_barrier: whether the kernel waits until the GPU has taken up the transfer.
 
   Returns:
     `done`, to be used instead of what was given, and both results.
   """
   done, slices, sent = lax.optimization_barrier((done, slices, sent))
-  results = kernel(slices), move(sent) if move else None
-  return lax.optimization_barrier((done, *results))
+  arrived = move(sent) if move else None
+  if move and with_barrier:
+    slices = kernel_barrier(slices)
+  return lax.optimization_barrier((done, kernel(slices), arrived))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,116 @@
+#include "cc/cuda/overlap/overlap.h"
+
+namespace jax_magi::cuda {
+namespace {
+
+// With so much shared memory, a block of threads is alone on its multiprocessor.
+constexpr int kAloneBytes = 200 * 1024;
+
+// --- The barrier ---
+
+constexpr int kNumProbes = 32;
+// Nanoseconds in which all blocks of a probe come up, if nothing is in their way.
+constexpr uint64_t kPatience = 4000;
+
+struct BarrierState {
+  int num_arrived[kNumProbes];
+  int is_taken;  // Somebody else has a multiprocessor.
+};
+
+__device__ __forceinline__ uint64_t Nanoseconds() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+// A grid of kNumProbes probes, one block of threads for each multiprocessor in each of them. Where
+// all blocks of a probe are there at once, nobody else is: they leave, and communication that waits
+// may come in before the next probe: its stream has the higher priority. Where some are missing for
+// long, their places are taken.
+__global__ void KernelBarrierKernel(BarrierState* state, int num_sms) {
+  if (threadIdx.x != 0) return;
+  auto* is_taken = const_cast<volatile int*>(&state->is_taken);
+  int* const num_arrived = &state->num_arrived[blockIdx.x / num_sms];
+  if (*is_taken != 0) return;
+  atomicAdd(num_arrived, 1);
+  int count = 0;
+  uint64_t last_change = Nanoseconds();
+  while (*is_taken == 0) {
+    const int now = *const_cast<volatile int*>(num_arrived);
+    if (now == num_sms) return;
+    if (now != count) {
+      count = now;
+      last_change = Nanoseconds();
+    } else if (Nanoseconds() - last_change > kPatience) {
+      *is_taken = 1;
+    }
+  }
+}
+
+// --- The stand-in ---
+
+constexpr int kCopyThreads = 512;
+
+__global__ void __launch_bounds__(kCopyThreads)
+    StandInCommunicationKernel(const uint4* src, uint4* dst, int64_t count, int num_rounds) {
+  const int64_t step = int64_t{gridDim.x} * kCopyThreads;
+  for (int round = 0; round < num_rounds; ++round) {
+    for (int64_t i = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; i < count; i += step) {
+      uint4 x;
+      // Volatile, and past the first cache: each round is to move the bytes again.
+      asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                   : "l"(src + i)
+                   : "memory");
+      asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst + i), "r"(x.x),
+                   "r"(x.y), "r"(x.z), "r"(x.w)
+                   : "memory");
+    }
+  }
+}
+
+template <typename... Params, typename... Args>
+Status LaunchAlone(void (*kernel)(Params...), int num_blocks, int num_threads, int cluster_size,
+                   cudaStream_t stream, const Args&... args) {
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAloneBytes));
+  if (cluster_size > 8) {
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(num_blocks);
+  config.blockDim = dim3(num_threads);
+  config.dynamicSmemBytes = kAloneBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster_size > 1 ? 1 : 0;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaLaunchKernelEx(&config, kernel, args...));
+  return {};
+}
+
+}  // namespace
+
+int64_t KernelBarrierWorkspace() { return sizeof(BarrierState); }
+
+Status KernelBarrier(void* workspace, cudaStream_t stream) {
+  int device, num_sms;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(workspace, 0, sizeof(BarrierState), stream));
+  return LaunchAlone(KernelBarrierKernel, kNumProbes * num_sms, 32, /*cluster_size=*/1, stream,
+                     static_cast<BarrierState*>(workspace), num_sms);
+}
+
+Status StandInCommunication(const void* src, void* dst, int64_t num_bytes, int num_sms,
+                            int num_rounds, int cluster_size, cudaStream_t stream) {
+  return LaunchAlone(StandInCommunicationKernel, num_sms, kCopyThreads, cluster_size, stream,
+                     static_cast<const uint4*>(src), static_cast<uint4*>(dst),
+                     num_bytes / static_cast<int64_t>(sizeof(uint4)), num_rounds);
+}
+
+}  // namespace jax_magi::cuda
