@@ -218,6 +218,37 @@ def test_steps_that_the_device_marks(tmp_path, line, labels):
   assert [measure(step).overlap for step in trace.steps] == [_ONE, _ONE]
 
 
+def test_steps_of_the_device_do_not_follow_launches(tmp_path):
+  device = _merged(_gpu(), _gpu(100)) | {"Steps": [Event("1", 0, 100), Event("2", 100, 200)]}
+  launches = [
+    Event("cuLaunchKernel", 0, 1, dict(event.stats)) for event in device[COMPUTE] if event.stats
+  ]
+  write_profile(tmp_path, {"/device:GPU:0": device, "/host:CPU": {"launcher": launches}})
+  steps = overlap.read_trace(tmp_path).steps
+  assert [measure(step).overlap for step in steps] == [_ONE, _ONE]
+
+
+def test_what_runs_before_the_first_step_is_left_out(tmp_path):
+  device = _merged(_gpu(), _gpu(100))
+  marks = [Event("train", 100, 200, {"step_num": 3})]
+  write_profile(tmp_path, {"/device:GPU:0": device, "/host:CPU": {"python": marks}})
+  (step,) = overlap.read_trace(tmp_path).steps
+  assert step.label == "train 3"
+  assert measure(step).overlap == _ONE
+
+
+def test_loops_of_cpus_do_not_hide_what_they_hold(tmp_path):
+  names = {"while.1": (0, 30), "all-to-all.2": (0, 10), "ffi_call.3": (10, 20), "add.4": (5, 7)}
+  thunks = {
+    f"thread {name}": [Event(name, *when, {"hlo_op": name, "device_ordinal": 1})]
+    for name, when in names.items()
+  }
+  write_profile(tmp_path, {"/host:CPU": thunks})
+  (step,) = overlap.read_trace(tmp_path).steps
+  assert step.device == "CPU:1"
+  assert measure(step).overlap == Overlap(0, 2 * _PS_PER_US, 8 * _PS_PER_US)
+
+
 def test_several_hosts_and_devices_of_the_newest_profile(tmp_path):
   write_profile(tmp_path, {"/device:GPU:0": _gpu()}, host="a", time="1")
   gpus = {f"/device:GPU:{i}": _gpu() for i in (10, 2)}
