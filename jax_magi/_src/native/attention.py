@@ -24,6 +24,11 @@ from jax_magi._src.native.call import native_call
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
 
+# How others tell the calls: the text of a compiled program has the targets, a profile of CPUs only
+# the instructions' names, that of JAX's primitive and a number.
+TARGETS = (_FORWARD, _BACKWARD)
+INSTRUCTION_NAME = "ffi_call"
+
 
 def plan_tiles(
   backend: Backend,
