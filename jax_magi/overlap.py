@@ -11,6 +11,7 @@ assert all(collective.attention for collective in schedule.collectives)
 import sys
 
 from jax_magi._src.overlap.command import main
+from jax_magi._src.overlap.flags import recommended_flags
 from jax_magi._src.overlap.kinds import Kind
 from jax_magi._src.overlap.measure import (
   CollectiveOverlap,
@@ -47,6 +48,7 @@ __all__ = [
   "plot_step",
   "read_schedule",
   "read_trace",
+  "recommended_flags",
   "schedule_of",
   "total_of",
 ]

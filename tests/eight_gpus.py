@@ -36,25 +36,27 @@ def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
     mask, cp_size=8, overlap_degree=overlap_degree, all_gather=exchange == "all_gather"
   )
 
-  def loss(q, k, v, key):
-    def step(q, k, v, key):
+  def step(q, k, v, dout, key):
+    def attend(q, k, v):
       out, meta = jax_magi.calc_attn(q, k, v, key, return_max_logits=True)
       return out, meta.max_logits
 
-    fun = jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=(P("cp"), P()))
-    out, max_logits = fun(q, k, v, key)
-    return (out.astype(jnp.float32) ** 2).sum(), max_logits
+    out, backward, max_logits = jax.vjp(attend, q, k, v, has_aux=True)
+    # Of what follows a layer, gradients depend on its result.
+    return out, max_logits, backward(out * dout)
 
+  out_specs = (P("cp"), P(), P("cp"))
+  fun = jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=out_specs)
   sharding = NamedSharding(mesh, P("cp"))
 
   def like(x, dtype=None):
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
-  shapes = [(8 * local, heads, 128) for heads in (8, 2, 2)]
+  shapes = [(8 * local, heads, 128) for heads in (8, 2, 2, 8)]
   operands = [like(np.empty(shape, np.int8), jnp.bfloat16) for shape in shapes]
   key_shapes = jax.tree.map(like, key)
-  step = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-  compiled = step.lower(*operands, key_shapes).compile()
+  flags = jax_magi.overlap.recommended_flags()
+  compiled = jax.jit(fun, compiler_options=flags).lower(*operands, key_shapes).compile()
   if action == "print":
     print(compiled.as_text())
     return
@@ -69,7 +71,7 @@ def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
   parts = jax.tree.map(
     lambda x: jax.make_array_from_process_local_data(sharding, x[rank : rank + 1], x.shape), key
   )
-  _, grads = jax.block_until_ready(compiled(*values, parts))
+  _, _, grads = jax.block_until_ready(compiled(*values, parts))
   print(f"rank {rank} ran: {[list(g.addressable_data(0).shape) for g in grads]}")
 
 

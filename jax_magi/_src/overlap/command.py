@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jax_magi._src.overlap.flags import flags_text
 from jax_magi._src.overlap.measure import Overlap, StepOverlap, measure, total_of
 from jax_magi._src.overlap.plot import save_picture
 from jax_magi._src.overlap.report import schedule_json, schedule_text, trace_json, trace_text
@@ -26,8 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   """
   parser = _parser()
   options = parser.parse_args(arguments)
-  if (options.trace is None) == (options.hlo is None):
-    parser.error("give either TRACE or --hlo FILE")
+  if [options.trace is None, options.hlo is None, not options.flags].count(False) != 1:
+    parser.error("give one of TRACE, --hlo FILE and --flags")
+  if options.flags:
+    jax.config.update("jax_platforms", "cpu")  # Which it is does not matter to the flags.
+    print(flags_text())
+    return 0
   if options.hlo and (options.png or options.step or options.no_png):
     parser.error("--png, --no-png and --step are for a TRACE: a schedule has no times to draw")
   try:
@@ -59,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     help="the folder given to jax.profiler.trace (its newest profile is read), or an .xplane.pb",
   )
   parser.add_argument("--hlo", metavar="FILE", help="the text of compiled.as_text()")
+  parser.add_argument(
+    "--flags", action="store_true", help="print the XLA_FLAGS that we recommend, and no more"
+  )
   parser.add_argument("--json", metavar="FILE", help="write all figures there")
   parser.add_argument("--png", metavar="FILE", help=f"where the picture goes ({_PICTURE})")
   parser.add_argument("--no-png", action="store_true", help="draw none")
