@@ -102,13 +102,15 @@ def measure(step: Step) -> StepOverlap:
   by_kind = {kind: [k for k in step.kernels if k.kind is kind] for kind in Kind}
   attention = _covered(by_kind[Kind.ATTENTION])
   other = intervals.difference(_covered(by_kind[Kind.OTHER]), attention)
-  work = sorted(by_kind[Kind.ATTENTION] + by_kind[Kind.OTHER], key=lambda k: k.begin_ps)
+  work = _Work(by_kind[Kind.ATTENTION] + by_kind[Kind.OTHER])
   communication = by_kind[Kind.COMMUNICATION]
   by_name = collections.defaultdict(list)
   for kernel in communication:
     by_name[kernel.hlo_op or kernel.name].append(kernel)
   collectives = tuple(
-    CollectiveOverlap(name, len(kernels), _divide(kernels, attention, other), _waits(kernels, work))
+    CollectiveOverlap(
+      name, len(kernels), _divide(kernels, attention, other), work.waits_of(kernels)
+    )
     for name, kernels in by_name.items()
   )
   return StepOverlap(step, _divide(communication, attention, other), collectives)
@@ -154,19 +156,27 @@ def _divide(
   return Overlap(beside_attention, beside_other, exposed)
 
 
-def _waits(kernels: Iterable[Kernel], work: list[Kernel]) -> tuple[Wait, ...]:
-  """`work` is in the order in which it began."""
-  begins = [kernel.begin_ps for kernel in work]
-  by_end = sorted(work, key=lambda kernel: kernel.end_ps)
-  ends = [kernel.end_ps for kernel in by_end]
-  pieces = []
-  for begin, end in intervals.difference(_covered(kernels), _covered(work)):
-    last = bisect.bisect_right(ends, begin) - 1
-    first = bisect.bisect_left(begins, end)
-    after = str(by_end[last]) if last >= 0 else "the step's beginning"
-    before = str(work[first]) if first < len(work) else "the step's end"
-    pieces.append(Wait(after, before, end - begin))
-  return _joined_waits(pieces)
+class _Work:
+  """All that is not communication, by when it began and by when it ended."""
+
+  def __init__(self, kernels: Iterable[Kernel]):
+    self.by_begin = sorted(kernels, key=lambda kernel: kernel.begin_ps)
+    self.by_end = sorted(self.by_begin, key=lambda kernel: kernel.end_ps)
+    self.covered = _covered(self.by_begin)
+
+  def waits_of(self, communication: Iterable[Kernel]) -> tuple[Wait, ...]:
+    pieces = intervals.difference(_covered(communication), self.covered)
+    return _joined_waits(Wait(self._last(b), self._first(e), e - b) for b, e in pieces)
+
+  def _last(self, time: int) -> str:
+    """What had ended last."""
+    index = bisect.bisect_right(self.by_end, time, key=lambda kernel: kernel.end_ps) - 1
+    return str(self.by_end[index]) if index >= 0 else "the step's beginning"
+
+  def _first(self, time: int) -> str:
+    """What begins first from then on."""
+    index = bisect.bisect_left(self.by_begin, time, key=lambda kernel: kernel.begin_ps)
+    return str(self.by_begin[index]) if index < len(self.by_begin) else "the step's end"
 
 
 def _joined_waits(waits: Iterable[Wait]) -> tuple[Wait, ...]:
