@@ -147,6 +147,19 @@ def test_names_are_short():
   assert short_name("void (anonymous namespace)::Reset<int>(int*)") == "Reset"
 
 
+@pytest.mark.parametrize(
+  ("kernel", "hlo_op", "name"),
+  [
+    ("ncclDevKernel_SendRecv", "all-to-all-start.1", "all-to-all-start.1"),
+    ("StandInCommunicationKernel", "ffi_call.3", "StandInCommunicationKernel (ffi_call.3)"),
+    ("ncclDevKernel_SendRecv", "", "ncclDevKernel_SendRecv"),
+  ],
+)
+def test_collectives_have_the_name_that_tells_most(kernel, hlo_op, name):
+  step = Step("0", "GPU:0", (Kernel(kernel, hlo_op, Kind.COMMUNICATION, "s", 0, 1),))
+  assert [collective.name for collective in measure(step).collectives] == [name]
+
+
 # Profiles of GPUs.
 
 

@@ -45,7 +45,7 @@ def kernel_kind(kernel: str, hlo_op: str) -> Kind:
   """The kind of a GPU's kernel or copy, by its name and the HLO instruction it was launched for."""
   if _ATTENTION_KERNEL.search(kernel):
     return Kind.ATTENTION
-  if _COLLECTIVE_OP.match(hlo_op) or _COMMUNICATION_KERNEL.search(_function(kernel)):
+  if is_collective(hlo_op) or _COMMUNICATION_KERNEL.search(_function(kernel)):
     return Kind.COMMUNICATION
   return Kind.OTHER
 
@@ -57,7 +57,7 @@ def thunk_kind(hlo_op: str) -> Kind:
   """
   if hlo_op.startswith(INSTRUCTION_NAME):
     return Kind.ATTENTION
-  return Kind.COMMUNICATION if _COLLECTIVE_OP.match(hlo_op) else Kind.OTHER
+  return Kind.COMMUNICATION if is_collective(hlo_op) else Kind.OTHER
 
 
 def custom_call_kind(target: str) -> Kind:
@@ -65,6 +65,11 @@ def custom_call_kind(target: str) -> Kind:
   if target in TARGETS:
     return Kind.ATTENTION
   return Kind.COMMUNICATION if _STAND_IN.search(target) else Kind.OTHER
+
+
+def is_collective(hlo_op: str) -> bool:
+  """Whether an instruction's name is that of a collective."""
+  return _COLLECTIVE_OP.match(hlo_op) is not None
 
 
 def short_name(kernel: str) -> str:

@@ -70,7 +70,7 @@ class CollectiveOverlap:
   """One collective of the program, in one step or several.
 
   Attributes:
-    name: its HLO instruction, or the kernel if the profile does not say.
+    name: its HLO instruction; where that is not a collective, the kernel's name too.
     count: how many kernels ran for it.
     overlap: its time, divided.
     waits: where it was exposed, longest first; the same place of several steps is one.
@@ -106,7 +106,7 @@ def measure(step: Step) -> StepOverlap:
   communication = by_kind[Kind.COMMUNICATION]
   by_name = collections.defaultdict(list)
   for kernel in communication:
-    by_name[kernel.hlo_op or kernel.name].append(kernel)
+    by_name[str(kernel)].append(kernel)
   collectives = tuple(
     CollectiveOverlap(
       name, len(kernels), _divide(kernels, attention, other), work.waits_of(kernels)

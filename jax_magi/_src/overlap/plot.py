@@ -89,7 +89,7 @@ def _bars(
 def _write_names(axes: Any, row: int, kernels: list[Kernel], begin: int, end: int) -> None:
   """Into bars that have room."""
   for kernel in kernels:
-    name = kernel.hlo_op if _communicates(kernel) and kernel.hlo_op else kernel.name
+    name = str(kernel) if _communicates(kernel) else kernel.name
     share = (kernel.end_ps - kernel.begin_ps) / (end - begin)
     if kernel.kind is not Kind.OTHER and share * 150 > len(name):  # Letters across the picture.
       middle = ((kernel.begin_ps + kernel.end_ps) / 2 - begin) / _PS_PER_MS

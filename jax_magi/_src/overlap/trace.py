@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-from jax_magi._src.overlap.kinds import Kind, kernel_kind, short_name, thunk_kind
+from jax_magi._src.overlap.kinds import Kind, is_collective, kernel_kind, short_name, thunk_kind
 
 _HOW_TO_RECORD = "record one with `with jax.profiler.trace(FOLDER):` around a few steps"
 # Of a CPU's profile: these only hold what other events tell one by one.
@@ -46,6 +46,8 @@ class Kernel:
   end_ps: int
 
   def __str__(self) -> str:
+    if is_collective(self.hlo_op):
+      return self.hlo_op  # All kernels of NCCL have a few names.
     return f"{self.name} ({self.hlo_op})" if self.hlo_op not in ("", self.name) else self.name
 
 
@@ -166,7 +168,8 @@ class _Host:
 
 def _read_host(path: Path, prefix: str) -> _Host:
   """Reads one file. `prefix` is that of its devices' names."""
-  planes = _planes(path)
+  profile = _open(path)  # It owns what the planes point into.
+  planes = list(profile.planes)
   host = _Host([plane.name for plane in planes], collections.defaultdict(list), [], {})
   launches: dict[int, int] = {}
   for _, event, stats in _events(planes, "/host:"):
@@ -182,18 +185,18 @@ def _read_host(path: Path, prefix: str) -> _Host:
   return host
 
 
-def _planes(path: Path) -> list[Any]:
+def _open(path: Path) -> ProfileData:
   """What a file holds. One that is no profile fails while it is read, or is empty."""
   try:
     data = path.read_bytes()
-    planes = list(ProfileData.from_serialized_xspace(data).planes)
+    profile = ProfileData.from_serialized_xspace(data)
   except (OSError, RuntimeError, ValueError) as error:
     raise ValueError(f"{path} is not a profile ({error}): {_HOW_TO_RECORD}") from error
-  if not planes:
+  if not any(True for _ in profile.planes):
     raise ValueError(
       f"{path} holds nothing in its {len(data)} bytes: was the profile stopped? {_HOW_TO_RECORD}"
     )
-  return planes
+  return profile
 
 
 def _events(planes: Iterable[Any], prefix: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
