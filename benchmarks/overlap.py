@@ -33,7 +33,7 @@ from jax_magi._src.native.overlap import kernel_barrier, stand_in_communication
 
 LENGTH, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 16384, 48, 8, 128
 PASSES = ("forward", "backward")
-MARGINS = (0, 4, 8, 12, 16, 24, 32)
+MARGINS = (0, 8, 16, 24, 32)
 # Multiprocessors of the communication, and how many of them it takes at once.
 COMMUNICATION = ((8, 1), (16, 1), (16, 8))
 NUM_STEPS = 5

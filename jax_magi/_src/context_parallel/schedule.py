@@ -25,6 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jax_magi._src.masks.slices import UNBOUNDED
 from jax_magi._src.native.overlap import kernel_barrier
 
 # Rows that no kernel's tile is cut at, where there are as many.
@@ -124,4 +125,5 @@ def slices_of_rows(slices: Any, rows: slice) -> Any:
   begin, end = rows.start, rows.stop
   q_begin, q_end, k_begin, k_end, lo, hi = (slices[..., i] for i in range(6))
   q_begin, q_end = (jnp.clip(x, begin, end) - begin for x in (q_begin, q_end))
+  hi = jnp.minimum(hi, UNBOUNDED - begin)
   return jnp.stack([q_begin, q_end, k_begin, k_end, lo + begin, hi + begin], axis=-1)
