@@ -29,9 +29,8 @@ ffi::Error KernelBarrier(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
   return ToError(context, cuda::KernelBarrier(workspace->untyped_data(), stream));
 }
 
-ffi::Error StandInCommunication(cudaStream_t stream, ffi::AnyBuffer x,
-                                ffi::Result<ffi::AnyBuffer> y, int32_t num_sms, int32_t num_rounds,
-                                int32_t cluster_size) {
+ffi::Error StartStandIn(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                        int32_t num_sms, int32_t num_rounds, int32_t cluster_size) {
   const std::string context = "jax_magi stand-in communication";
   if (x.size_bytes() != y->size_bytes() || x.size_bytes() % 16 != 0) {
     return ffi::Error::InvalidArgument(
@@ -41,9 +40,19 @@ ffi::Error StandInCommunication(cudaStream_t stream, ffi::AnyBuffer x,
     return ffi::Error::InvalidArgument(
         context + ": num_sms must be positive, and a multiple of cluster_size");
   }
-  return ToError(context, cuda::StandInCommunication(x.untyped_data(), y->untyped_data(),
-                                                     static_cast<int64_t>(x.size_bytes()), num_sms,
-                                                     num_rounds, cluster_size, stream));
+  return ToError(context, cuda::StartStandIn(x.untyped_data(), y->untyped_data(),
+                                             static_cast<int64_t>(x.size_bytes()), num_sms,
+                                             num_rounds, cluster_size, stream));
+}
+
+// What was started reads and writes the operands until here.
+ffi::Error WaitForStandIn(cudaStream_t stream, ffi::AnyBuffer, ffi::AnyBuffer y,
+                          ffi::Result<ffi::AnyBuffer> result) {
+  const std::string context = "jax_magi stand-in communication";
+  if (y.untyped_data() != result->untyped_data()) {
+    return ffi::Error::InvalidArgument(context + ": the result must take its operand's memory");
+  }
+  return ToError(context, cuda::WaitForStandIn(stream));
 }
 
 }  // namespace
@@ -58,12 +67,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_kernel_barrier, jax_magi::KernelBarr
                                   .Ret<ffi::AnyBuffer>()   // the same
                                   .Ret<ffi::AnyBuffer>(),  // workspace
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_communication, jax_magi::StandInCommunication,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_start, jax_magi::StartStandIn,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()  // x
-                                  .Ret<ffi::AnyBuffer>()  // the same
+                                  .Ret<ffi::AnyBuffer>()  // the same, in time
                                   .Attr<int32_t>("num_sms")
                                   .Attr<int32_t>("num_rounds")
-                                  .Attr<int32_t>("cluster_size"),
-                              {ffi::Traits::kCmdBufferCompatible});
+                                  .Attr<int32_t>("cluster_size"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_done, jax_magi::WaitForStandIn,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()    // x
+                                  .Arg<ffi::AnyBuffer>()    // what was returned at the start
+                                  .Ret<ffi::AnyBuffer>());  // the same, now

@@ -1,3 +1,5 @@
+#include <mutex>
+
 #include "cc/cuda/overlap/overlap.h"
 
 namespace jax_magi::cuda {
@@ -69,6 +71,31 @@ __global__ void __launch_bounds__(kCopyThreads)
   }
 }
 
+// One for each device, for ever: it is for experiments.
+struct SideStream {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begin, end;
+};
+
+cudaError_t SideStreamOfDevice(SideStream** side) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static SideStream sides[kMaxDevices];
+  const std::lock_guard<std::mutex> lock(mutex);
+  int device, least, greatest;
+  cudaError_t code = cudaGetDevice(&device);
+  if (code == cudaSuccess && device >= kMaxDevices) code = cudaErrorInvalidDevice;
+  if (code != cudaSuccess) return code;
+  *side = &sides[device];
+  if ((*side)->stream != nullptr) return cudaSuccess;
+  code = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  for (cudaEvent_t* event : {&(*side)->begin, &(*side)->end}) {
+    if (code == cudaSuccess) code = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  }
+  if (code != cudaSuccess) return code;
+  return cudaStreamCreateWithPriority(&(*side)->stream, cudaStreamNonBlocking, greatest);
+}
+
 template <typename... Params, typename... Args>
 Status LaunchAlone(void (*kernel)(Params...), int num_blocks, int num_threads, int cluster_size,
                    cudaStream_t stream, const Args&... args) {
@@ -106,11 +133,26 @@ Status KernelBarrier(void* workspace, cudaStream_t stream) {
                      static_cast<BarrierState*>(workspace), num_sms);
 }
 
-Status StandInCommunication(const void* src, void* dst, int64_t num_bytes, int num_sms,
-                            int num_rounds, int cluster_size, cudaStream_t stream) {
-  return LaunchAlone(StandInCommunicationKernel, num_sms, kCopyThreads, cluster_size, stream,
-                     static_cast<const uint4*>(src), static_cast<uint4*>(dst),
-                     num_bytes / static_cast<int64_t>(sizeof(uint4)), num_rounds);
+Status StartStandIn(const void* src, void* dst, int64_t num_bytes, int num_sms, int num_rounds,
+                    int cluster_size, cudaStream_t stream) {
+  SideStream* side;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(SideStreamOfDevice(&side));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->begin, stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side->stream, side->begin));
+  const Status status =
+      LaunchAlone(StandInCommunicationKernel, num_sms, kCopyThreads, cluster_size, side->stream,
+                  static_cast<const uint4*>(src), static_cast<uint4*>(dst),
+                  num_bytes / static_cast<int64_t>(sizeof(uint4)), num_rounds);
+  if (status.message != nullptr) return status;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->end, side->stream));
+  return {};
+}
+
+Status WaitForStandIn(cudaStream_t stream) {
+  SideStream* side;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(SideStreamOfDevice(&side));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, side->end));
+  return {};
 }
 
 }  // namespace jax_magi::cuda

@@ -41,20 +41,27 @@ def _kernel_barrier(x):
   return native_call("jax_magi_kernel_barrier", (x,), results, aliases={0: 0})[0]
 
 
-def stand_in_communication(
+def start_stand_in(
   x: jax.Array, *, num_sms: int, num_rounds: int, cluster_size: int = 1
 ) -> jax.Array:
-  """x, copied `num_rounds` times by a kernel that holds `num_sms` multiprocessors. On a GPU only.
+  """Starts to copy x `num_rounds` times, by a kernel that holds `num_sms` multiprocessors.
 
   It stands in for communication where there is one GPU. `cluster_size` blocks of threads at a time
-  have to find a place at once, as those of NCCL where NCCL_CGA_CLUSTER_SIZE is set.
+  have to find a place at once, as those of NCCL where NCCL_CGA_CLUSTER_SIZE is set. The result is
+  for `finish_stand_in` alone.
   """
   (y,) = native_call(
-    "jax_magi_stand_in_communication",
+    "jax_magi_stand_in_start",
     (x,),
     [(x.shape, x.dtype)],
     num_sms=np.int32(num_sms),
     num_rounds=np.int32(num_rounds),
     cluster_size=np.int32(cluster_size),
   )
+  return y
+
+
+def finish_stand_in(x: jax.Array, y: jax.Array) -> jax.Array:
+  """x, copied, from what was given to `start_stand_in` and what it returned."""
+  (y,) = native_call("jax_magi_stand_in_done", (x, y), [(y.shape, y.dtype)], aliases={1: 0})
   return y

@@ -93,15 +93,16 @@ class Trace:
     return list(dict.fromkeys(step.label for step in self.steps))
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_trace(path: str | Path, *, check_kinds: bool = True) -> Trace:
   """Reads a profile.
 
   Args:
     path: an `.xplane.pb` file, or the folder that was given to `jax.profiler.trace`, of which the
       newest profile is read; one with files of several hosts is read whole.
+    check_kinds: whether there has to be communication, and attention.
 
   Raises:
-    ValueError: there is no profile, or none of communication beside attention; it says why.
+    ValueError: there is no profile, or not what there has to be; it says why.
   """
   paths = _find(Path(path))
   hosts = [_read_host(file, f"{_host_name(file)} " if len(paths) > 1 else "") for file in paths]
@@ -113,7 +114,8 @@ def read_trace(path: str | Path) -> Trace:
     )
   steps = tuple(step for host in hosts for step in _steps(host))
   notes = tuple(dict.fromkeys(note for host in hosts for note in _notes(host)))
-  _check_kinds(path, steps, notes)
+  if check_kinds:
+    _check_kinds(path, steps, notes)
   sources = dict.fromkeys(_marks(host, device)[0] for host in hosts for device in host.kernels)
   return Trace(paths, " and ".join(sources), steps, notes)
 
