@@ -35,7 +35,9 @@ PASSES = ("forward", "backward")
 MARGINS = (0, 8, 16, 24, 32)
 # Multiprocessors of the communication, and how many of them it takes at once.
 COMMUNICATION = ((8, 1), (16, 1), (16, 8))
-NUM_STEPS = 5
+NUM_STEPS = 6
+# Microseconds: what is ready so much after attention finds no free multiprocessor.
+LATE = 200
 COMMUNICATION_BYTES = 64 << 20
 
 
@@ -49,6 +51,7 @@ class Case:
     num_sms: of the communication; 0 is none.
     cluster_size: how many of them it takes at once.
     with_barrier: whether attention waits for `kernel_barrier`.
+    delay_us: how much later than attention the communication is ready.
   """
 
   direction: str
@@ -56,6 +59,7 @@ class Case:
   num_sms: int = 0
   cluster_size: int = 1
   with_barrier: bool = False
+  delay_us: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,11 @@ def program(case: Case, num_rounds: int) -> Any:
     sent = x
     if case.num_sms:
       sent = start_stand_in(
-        x, num_sms=case.num_sms, num_rounds=num_rounds, cluster_size=case.cluster_size
+        x,
+        num_sms=case.num_sms,
+        num_rounds=num_rounds,
+        cluster_size=case.cluster_size,
+        delay_us=case.delay_us,
       )
     # It is started before attention is, and waited for after it, as XLA does with collectives.
     sent, dout, slices = lax.optimization_barrier((sent, dout, slices))
@@ -155,7 +163,8 @@ def _profile(run, operands, folder: Path) -> list[overlap.Step]:
   with jax.profiler.trace(folder, profiler_options=options):
     for number in range(NUM_STEPS):
       with jax.profiler.StepTraceAnnotation("step", step_num=number):
-        jax.block_until_ready(run(*operands))
+        result = run(*operands)  # The device does not wait for the host.
+    jax.block_until_ready(result)
   steps = overlap.read_trace(folder, check_kinds=False).steps
   if len(steps) != NUM_STEPS:
     raise RuntimeError(f"there are {len(steps)} steps in the profile, not {NUM_STEPS}")
@@ -194,7 +203,8 @@ def describe(result: Result) -> str:
   case = result.case
   return (
     f"{case.direction:8} margin {case.sm_margin:2}  communication {case.num_sms:2} SMs"
-    f" by {case.cluster_size}  barrier {'yes' if case.with_barrier else 'no ':3}"
+    f" by {case.cluster_size}  late {case.delay_us:3} us"
+    f"  barrier {'yes' if case.with_barrier else 'no ':3}"
     f"  attention {result.attention_ms:6.3f} ms  communication {result.communication_ms:6.3f} ms"
     f"  hidden {result.hidden_share:5.1%}  both {result.span_ms:6.3f} ms  lag {result.lag_ms:6.3f}"
   )
@@ -204,9 +214,9 @@ def all_cases() -> list[Case]:
   cases = []
   for direction in PASSES:
     cases += [Case(direction, margin) for margin in MARGINS]
-    for num_sms, cluster_size in COMMUNICATION:
-      cases += [Case(direction, margin, num_sms, cluster_size) for margin in MARGINS]
-      cases.append(Case(direction, 0, num_sms, cluster_size, with_barrier=True))
+    for shape in COMMUNICATION:
+      cases += [Case(direction, margin, *shape, delay_us=LATE) for margin in MARGINS]
+      cases += [Case(direction, 0, *shape), Case(direction, 0, *shape, with_barrier=True)]
   return cases
 
 
@@ -220,16 +230,19 @@ def plot(results: list[Result], path: str) -> None:
     for color, (num_sms, cluster_size) in enumerate(COMMUNICATION):
       name = f"{num_sms} SMs" + (f" in clusters of {cluster_size}" if cluster_size > 1 else "")
       own = [r for r in rows if (r.case.num_sms, r.case.cluster_size) == (num_sms, cluster_size)]
-      line = sorted((r.case.sm_margin, r) for r in own if not r.case.with_barrier)
+      line = sorted(
+        ((r.case.sm_margin, r) for r in own if r.case.delay_us), key=lambda pair: pair[0]
+      )
       margins = [margin for margin, _ in line]
       style = {"color": f"C{color}", "marker": "o", "label": name}
       axes[0, column].plot(margins, [100 * r.hidden_share for _, r in line], **style)
       axes[1, column].plot(margins, [r.span_ms for _, r in line], **style)
       for r in own:
-        if r.case.with_barrier:
-          star = {"color": f"C{color}", "marker": "*", "markersize": 14, "linestyle": ""}
-          axes[0, column].plot(0, 100 * r.hidden_share, **star)
-          axes[1, column].plot(0, r.span_ms, **star)
+        if not r.case.delay_us:
+          marker = "*" if r.case.with_barrier else "x"
+          single = {"color": f"C{color}", "marker": marker, "markersize": 11, "linestyle": ""}
+          axes[0, column].plot(0, 100 * r.hidden_share, **single)
+          axes[1, column].plot(0, r.span_ms, **single)
     margins = sorted(alone)
     times = [alone[margin].attention_ms for margin in margins]
     axes[1, column].plot(margins, times, "k--", label="attention alone")
@@ -238,7 +251,7 @@ def plot(results: list[Result], path: str) -> None:
   axes[0, 0].set_ylabel("communication hidden, %")
   axes[1, 0].set_ylabel("ms for both")
   axes[0, 0].legend()
-  axes[1, 0].legend(title="stars: kernel barrier")
+  axes[1, 0].legend(title=f"ready {LATE} us late; x: in time; *: with barrier")
   fig.savefig(path, dpi=120)
 
 

@@ -30,7 +30,8 @@ ffi::Error KernelBarrier(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
 }
 
 ffi::Error StartStandIn(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                        int32_t num_sms, int32_t num_rounds, int32_t cluster_size) {
+                        int32_t num_sms, int32_t num_rounds, int32_t cluster_size,
+                        int32_t delay_us) {
   const std::string context = "jax_magi stand-in communication";
   if (x.size_bytes() != y->size_bytes() || x.size_bytes() % 16 != 0) {
     return ffi::Error::InvalidArgument(
@@ -40,9 +41,11 @@ ffi::Error StartStandIn(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::
     return ffi::Error::InvalidArgument(
         context + ": num_sms must be positive, and a multiple of cluster_size");
   }
-  return ToError(context, cuda::StartStandIn(x.untyped_data(), y->untyped_data(),
-                                             static_cast<int64_t>(x.size_bytes()), num_sms,
-                                             num_rounds, cluster_size, stream));
+  const cuda::StandIn stand_in{
+      x.untyped_data(), y->untyped_data(), static_cast<int64_t>(x.size_bytes()),
+      num_sms,          num_rounds,        cluster_size,
+      delay_us};
+  return ToError(context, cuda::StartStandIn(stand_in, stream));
 }
 
 // What was started reads and writes the operands until here.
@@ -74,7 +77,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_start, jax_magi::StartStand
                                   .Ret<ffi::AnyBuffer>()  // the same, in time
                                   .Attr<int32_t>("num_sms")
                                   .Attr<int32_t>("num_rounds")
-                                  .Attr<int32_t>("cluster_size"));
+                                  .Attr<int32_t>("cluster_size")
+                                  .Attr<int32_t>("delay_us"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_done, jax_magi::WaitForStandIn,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()

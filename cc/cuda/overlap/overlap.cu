@@ -53,6 +53,11 @@ __global__ void KernelBarrierKernel(BarrierState* state, int num_sms) {
 
 constexpr int kCopyThreads = 512;
 
+__global__ void DelayKernel(uint64_t nanoseconds) {
+  for (const uint64_t begin = Nanoseconds(); Nanoseconds() - begin < nanoseconds;) {
+  }
+}
+
 __global__ void __launch_bounds__(kCopyThreads)
     StandInCommunicationKernel(const uint4* src, uint4* dst, int64_t count, int num_rounds) {
   const int64_t step = int64_t{gridDim.x} * kCopyThreads;
@@ -133,16 +138,19 @@ Status KernelBarrier(void* workspace, cudaStream_t stream) {
                      static_cast<BarrierState*>(workspace), num_sms);
 }
 
-Status StartStandIn(const void* src, void* dst, int64_t num_bytes, int num_sms, int num_rounds,
-                    int cluster_size, cudaStream_t stream) {
+Status StartStandIn(const StandIn& stand_in, cudaStream_t stream) {
   SideStream* side;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(SideStreamOfDevice(&side));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->begin, stream));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side->stream, side->begin));
-  const Status status =
-      LaunchAlone(StandInCommunicationKernel, num_sms, kCopyThreads, cluster_size, side->stream,
-                  static_cast<const uint4*>(src), static_cast<uint4*>(dst),
-                  num_bytes / static_cast<int64_t>(sizeof(uint4)), num_rounds);
+  if (stand_in.delay_us > 0) {
+    DelayKernel<<<1, 32, 0, side->stream>>>(uint64_t{1000} * stand_in.delay_us);
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  }
+  const Status status = LaunchAlone(
+      StandInCommunicationKernel, stand_in.num_sms, kCopyThreads, stand_in.cluster_size,
+      side->stream, static_cast<const uint4*>(stand_in.src), static_cast<uint4*>(stand_in.dst),
+      stand_in.num_bytes / static_cast<int64_t>(sizeof(uint4)), stand_in.num_rounds);
   if (status.message != nullptr) return status;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->end, side->stream));
   return {};

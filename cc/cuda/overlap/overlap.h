@@ -18,10 +18,16 @@ Status KernelBarrier(void* workspace, cudaStream_t stream);
 
 // Stands in for communication where there is but one GPU: `num_sms` blocks of threads, each alone
 // on a streaming multiprocessor, copy `src` to `dst` `num_rounds` times; in clusters of
-// `cluster_size`, all blocks of which have to find a place at once. It begins when `stream` comes
-// here, and runs on a stream of its own, with the priority that XLA gives to communication.
-Status StartStandIn(const void* src, void* dst, int64_t num_bytes, int num_sms, int num_rounds,
-                    int cluster_size, cudaStream_t stream);
+// `cluster_size`, all blocks of which have to find a place at once. It begins `delay_us` after
+// `stream` comes here, and runs on a stream of its own, with the priority that XLA gives to
+// communication.
+struct StandIn {
+  const void* src;
+  void* dst;
+  int64_t num_bytes;
+  int num_sms, num_rounds, cluster_size, delay_us;
+};
+Status StartStandIn(const StandIn& stand_in, cudaStream_t stream);
 // Makes `stream` wait for the last that was started.
 Status WaitForStandIn(cudaStream_t stream);
 

@@ -42,13 +42,13 @@ def _kernel_barrier(x):
 
 
 def start_stand_in(
-  x: jax.Array, *, num_sms: int, num_rounds: int, cluster_size: int = 1
+  x: jax.Array, *, num_sms: int, num_rounds: int, cluster_size: int = 1, delay_us: int = 0
 ) -> jax.Array:
   """Starts to copy x `num_rounds` times, by a kernel that holds `num_sms` multiprocessors.
 
   It stands in for communication where there is one GPU. `cluster_size` blocks of threads at a time
-  have to find a place at once, as those of NCCL where NCCL_CGA_CLUSTER_SIZE is set. The result is
-  for `finish_stand_in` alone.
+  have to find a place at once, as those of NCCL where NCCL_CGA_CLUSTER_SIZE is set. It begins
+  `delay_us` late. The result is for `finish_stand_in` alone.
   """
   (y,) = native_call(
     "jax_magi_stand_in_start",
@@ -57,6 +57,7 @@ def start_stand_in(
     num_sms=np.int32(num_sms),
     num_rounds=np.int32(num_rounds),
     cluster_size=np.int32(cluster_size),
+    delay_us=np.int32(delay_us),
   )
   return y
 
