@@ -94,6 +94,8 @@ struct BackwardConsumer {
     // products one by one.
     for (bool is_last = false; !is_last;) {
       const RingPosition<Config::kXStages> x_before = x_ring;
+      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      num_done = __shfl_sync(~0u, num_done, 0);
       const int x_stage = x_ring.stage, y_stage = YStage();
       const int ds_stage = num_done % 2;
       const int flags = BlockFlags();

@@ -28,8 +28,10 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     BackwardKernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ char memory[];
-  auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
+  // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
+  auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared());
   const int thread = threadIdx.x;
+  if (thread == 0 && DynamicShared() != memory) __trap();
   if (thread == 0) {
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitBarrier(&shared.row_full, 1);

@@ -18,6 +18,10 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The shared memory of a kernel that has no other than dynamic one: the first KB is the driver's.
+// Such a kernel must check that it is there.
+__device__ __forceinline__ void* DynamicShared() { return __cvta_shared_to_generic(1024); }
+
 // --- mbarrier ---
 
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier, int num_arrivals) {
