@@ -65,7 +65,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   BackwardArgs args;
   int num_parts = 1;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          /*is_dq_summed=*/!deterministic, softmax_scale, softcap,
+                                          /*is_dq_summed=*/false, softmax_scale, softcap,
                                           &args, &num_parts));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
                            deterministic};

@@ -90,7 +90,8 @@ CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list) {
   };
   const int64_t statistics = StatisticsBytes(shape);
   if (!call.deterministic) {
-    return {tiling(BackwardPart::kAll), statistics + bytes(BackwardPart::kAll)};
+    const int64_t sum = DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
+    return {tiling(BackwardPart::kAll), sum + statistics + bytes(BackwardPart::kAll)};
   }
   return {tiling(BackwardPart::kKeysValues),
           statistics + bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)};
@@ -110,7 +111,6 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   }
   if (call.is_backward) {
     needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
-    needs.is_dq_summed = !call.deterministic;
     if (call.deterministic) needs.tile_list.clear();
   }
   return needs;

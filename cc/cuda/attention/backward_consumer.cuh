@@ -79,7 +79,7 @@ struct BackwardConsumer {
     if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
     if constexpr (Config::kHasDq) {
       Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
-      if (thread == 0) shared.dq_target[warpgroup].dim = -1;
+      if (thread == 0) shared.dq_target[warpgroup].panel = -1;
       ArriveByWarp(&shared.dq_full[warpgroup], thread);
     }
   }
@@ -313,20 +313,21 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void AddDq(int stage, int ds_stage, int step) {
-    const int lane = thread % 32, warp = thread / 32;
-    constexpr int kHalf = Config::kDqQueries * 32;
-    float* box = shared.dq + warpgroup * 2 * kHalf;
+    const int lane = thread % 32;
+    float* box = shared.dq + warpgroup * Config::kDqQueries * 64;
     Wait(&shared.dq_empty[warpgroup], DqPhase(ds_stage, step) ^ 1);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int query = 2 * (lane % 4) + e % 2;                // Of 8.
-      const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
-      float* column = box + warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
+    for (int r = 0; r < 2; ++r) {
+      const int dim = thread / 32 * 16 + lane / 4 + 8 * r;
+      float* pair = box + DqSumPlace(2 * (lane % 4), dim);
 #pragma unroll
-      for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = block.dq[4 * i + e];
+      for (int i = 0; i < Config::kDqQueries / 8; ++i) {
+        *reinterpret_cast<float2*>(pair + i * 8 * 64) =
+            make_float2(block.dq[4 * i + 2 * r], block.dq[4 * i + 2 * r + 1]);
+      }
     }
     if (thread == 0) {
-      shared.dq_target[warpgroup] = {block.DqPanel(step) * 64, shared.head[stage],
+      shared.dq_target[warpgroup] = {block.DqPanel(step), shared.head[stage],
                                      shared.block[stage].begin + block.DqFirstQuery(),
                                      shared.tile.batch};
     }

@@ -3,6 +3,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
 
+#include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_kernel.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/launch.cuh"
@@ -18,7 +19,8 @@ constexpr int64_t kWorkPerSection = 2 * 132;
 
 template <typename Config>
 Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
-                          const QueryStatistics& statistics, const LaunchOptions& options) {
+                          const QueryStatistics& statistics, float* dq_sum,
+                          const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_row_heads =
@@ -60,12 +62,8 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
                      Config::kBlockColumns, 1, &params.column_x_map},
                     {args.dtype, column_y, columns.length, columns.heads, shape.value_dim,
                      Config::kBlockColumns, 1, &params.column_y_map}}));
-  if (Config::kHasDq) {
-    const void* dq = args.dq == nullptr ? rows.x : args.dq;
-    JAX_MAGI_RETURN_IF_BAD(
-        MakeTensorMaps(shape.batch, {{DType::kF32, dq, shape.q_len, shape.num_q_heads,
-                                      shape.head_dim, Config::kDqQueries, 1, &params.dq_map}}));
-  }
+  params.dq_sum = dq_sum;
+  params.dq_sum_rows = DqSumRows(shape.q_len);
   params.batch = static_cast<int>(shape.batch);
   params.q_len = static_cast<int>(shape.q_len);
   params.num_q_heads = static_cast<int>(shape.num_q_heads);
@@ -102,26 +100,33 @@ Status LaunchBackward(const BackwardArgs& args, int num_parts, bool deterministi
   const bool is_score = deterministic ? KeysValues::kStartIsScore : All::kStartIsScore;
   const float factor = is_score ? 1.0f / args.params.softmax_scale : kLog2E;
 
-  // The workspace: statistics, then the counter and list of each part.
-  const QueryStatistics statistics = StatisticsAt(options.workspace, shape);
+  // The workspace: the sum of dq, statistics, then the counter and list of each part.
+  const DqSum sum{static_cast<float*>(options.workspace), deterministic ? 0 : kHeadDim / 64};
+  char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, sum.num_panels);
+  const QueryStatistics statistics = StatisticsAt(after_sum, shape);
   LaunchOptions first = options;
-  first.workspace = static_cast<char*>(options.workspace) + StatisticsBytes(shape);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      PrepareBackward(args, factor, /*is_dq_summed=*/!deterministic, statistics,
-                      static_cast<WorkCounter*>(first.workspace), options.stream));
+  first.workspace = after_sum + StatisticsBytes(shape);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, factor, sum, statistics,
+                                                static_cast<WorkCounter*>(first.workspace),
+                                                options.stream));
   if (!deterministic) {
-    if (shape.k_len == 0) return {};
-    return LaunchBackwardPart<All>(args, num_parts, statistics, first);
+    if (shape.k_len > 0) {
+      JAX_MAGI_RETURN_IF_BAD(
+          LaunchBackwardPart<All>(args, num_parts, statistics, sum.data, first));
+    }
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(args, sum, options.stream));
+    return {};
   }
   first.tile_list = nullptr;  // It would have to be two.
   LaunchOptions second = first;
   second.workspace = static_cast<char*>(first.workspace) +
                      TileListBytes(shape, kBackwardTiling<KeysValues>, /*has_tile_list=*/false);
   if (shape.k_len > 0) {
-    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<KeysValues>(args, num_parts, statistics, first));
+    JAX_MAGI_RETURN_IF_BAD(
+        LaunchBackwardPart<KeysValues>(args, num_parts, statistics, nullptr, first));
   }
   if (shape.q_len == 0) return {};
-  return LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, second);
+  return LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, nullptr, second);
 }
 
 template <int kHeadDim, typename Element>

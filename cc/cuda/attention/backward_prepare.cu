@@ -41,15 +41,20 @@ __global__ void PrepareBackwardKernel(PrepareArgs args) {
 
 }  // namespace
 
-cudaError_t PrepareBackward(const BackwardArgs& args, float factor, bool is_dq_summed,
+cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
                             const QueryStatistics& statistics, WorkCounter* counter,
                             cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
-  const PrepareArgs prepare{
-      args.lse, args.delta, statistics, factor, static_cast<int>(shape.q_len),
-      static_cast<int>(shape.num_q_heads), shape.num_statistics(), static_cast<float4*>(args.dq),
-      // Whole vectors: head dims are multiples of 8.
-      is_dq_summed ? shape.num_statistics() * shape.head_dim / 4 : 0, counter};
+  const PrepareArgs prepare{args.lse,
+                            args.delta,
+                            statistics,
+                            factor,
+                            static_cast<int>(shape.q_len),
+                            static_cast<int>(shape.num_q_heads),
+                            shape.num_statistics(),
+                            reinterpret_cast<float4*>(sum.data),
+                            DqSumBytes(shape, sum.num_panels) / static_cast<int64_t>(sizeof(float4)),
+                            counter};
   // Enough threads for all that a GPU holds at once, and no more than there is to do.
   constexpr int kThreads = 256, kMaxBlocks = 132 * 8;
   const int64_t most = std::max(prepare.num_statistics, prepare.num_dq_vectors);

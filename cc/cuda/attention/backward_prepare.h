@@ -4,6 +4,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PREPARE_H_
 
 #include "cc/attention.h"
+#include "cc/cuda/attention/dq_sum.h"
 #include "cc/cuda/attention/tile_list.h"
 
 namespace jax_magi::cuda {
@@ -29,9 +30,9 @@ inline QueryStatistics StatisticsAt(void* memory, const AttentionShape& shape) {
 }
 
 // Makes the statistics from args.lse and args.delta: start = -lse * factor. Resets the counter, and
-// fills dq with zeros if it is to be summed. The kernel after it may start at once, and must wait
+// fills the sum of dq with zeros. The kernel after it may start at once, and must wait
 // for it with griddepcontrol.wait.
-cudaError_t PrepareBackward(const BackwardArgs& args, float factor, bool is_dq_summed,
+cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
                             const QueryStatistics& statistics, WorkCounter* counter,
                             cudaStream_t stream);
 

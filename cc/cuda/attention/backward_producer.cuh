@@ -5,6 +5,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
 
 #include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/dq_sum.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 
@@ -14,7 +15,8 @@ struct BackwardParams {
   // The operands of scores (q, k) and of dP (dout, v), by their role: rows of the tile stay,
   // columns stream past.
   CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
-  CUtensorMap dq_map;
+  float* dq_sum;  // As DqSumPlace says.
+  int dq_sum_rows;
   WorkParams work;
   int batch, q_len, num_q_heads, group;
   // The heads of the tile's rows, and of a pack: so many query heads meet one tile of keys.
@@ -36,9 +38,9 @@ struct alignas(16) RowTileInfo {
   uint32_t next_phase;  // Of the barrier, for the tile after it.
 };
 
-// Where in memory a warpgroup's part of dQ belongs. After the last one, `dim` is negative.
+// Where in memory a warpgroup's part of dQ belongs. After the last one, `panel` is negative.
 struct alignas(16) DqTarget {
-  int32_t dim, head, query, batch;
+  int32_t panel, head, query, batch;
 };
 
 template <typename Config>
@@ -51,7 +53,7 @@ struct BackwardShared {
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
   // [key panel][query][64 keys], twice: one is written while the other is still read.
   alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
-  // For each warpgroup [half of 64 dims][query][32 dims].
+  // For each warpgroup [queries / 2][64 dims][2 queries], as DqSumPlace says.
   alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
   alignas(16) float start[kXStages][Config::kBlockColumns];
   alignas(16) float delta[kXStages][Config::kBlockColumns];
@@ -243,16 +245,18 @@ struct BackwardProducer {
 template <typename Config>
 __device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
                                               BackwardShared<Config>& shared, int warpgroup) {
-  constexpr int kHalf = Config::kDqQueries * 32;
-  const float* box = shared.dq + warpgroup * 2 * kHalf;
+  constexpr int kSize = Config::kDqQueries * 64;
   for (uint32_t phase = 0;; phase ^= 1) {
     Wait(&shared.dq_full[warpgroup], phase);
     const DqTarget target = shared.dq_target[warpgroup];
-    if (target.dim < 0) break;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      ReduceAddBox(&params.dq_map, box + half * kHalf, target.dim + half * 32, target.head,
-                   target.query, target.batch);
+    if (target.panel < 0) break;
+    const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
+    if (num_queries > 0) {
+      const int panel =
+          (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
+          target.panel;
+      ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * 64,
+                shared.dq + warpgroup * kSize, num_queries * 64 * sizeof(float));
     }
     CommitReduce();
     WaitReduceRead();

@@ -184,14 +184,12 @@ __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t
       : "memory");
 }
 
-// Adds a box of float32 in shared memory to a [batch, rows, heads, dim] tensor.
-__device__ __forceinline__ void ReduceAddBox(const CUtensorMap* map, const void* src, int dim,
-                                             int head, int row, int batch) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(SharedAddress(src)), "r"(dim), "r"(head), "r"(row), "r"(batch)
-      : "memory");
+// Adds `num_bytes` of float32 in shared memory to as many in memory.
+__device__ __forceinline__ void ReduceAdd(float* dst, const float* src, uint32_t num_bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   dst),
+               "r"(SharedAddress(src)), "r"(num_bytes)
+               : "memory");
 }
 __device__ __forceinline__ void CommitReduce() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
