@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitBarrier(&shared.row_full, 1);
     InitBarrier(&shared.row_empty, kConsumers);
-    // Columns: TMA, and each lane's copies of the statistics.
-    InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumers);
+    InitRing(shared.x_full, shared.x_empty, 1, kConsumers);
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
     FenceBarrierInit();

@@ -19,7 +19,7 @@ constexpr int64_t kWorkPerSection = 2 * 132;
 
 template <typename Config>
 Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
-                          const QueryStatistics& statistics, float* dq_sum,
+                          const QueryStatistic* statistics, float* dq_sum,
                           const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
@@ -75,8 +75,8 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
   params.softcap = args.params.softcap;
-  params.start = statistics.start;
-  params.delta = statistics.delta;
+  params.statistics = statistics;
+  params.padded_queries = PaddedQueries(shape.q_len);
   params.dx = Config::kByKeys ? args.dk : args.dq;
   params.dy = Config::kByKeys ? args.dv : nullptr;
   params.is_float = (Config::kByKeys ? args.dkv_dtype : args.dq_dtype) == DType::kF32;
@@ -103,7 +103,7 @@ Status LaunchBackward(const BackwardArgs& args, int num_parts, bool deterministi
   // The workspace: the sum of dq, statistics, then the counter and list of each part.
   const DqSum sum{static_cast<float*>(options.workspace), deterministic ? 0 : kHeadDim / 64};
   char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, sum.num_panels);
-  const QueryStatistics statistics = StatisticsAt(after_sum, shape);
+  auto* statistics = reinterpret_cast<QueryStatistic*>(after_sum);
   LaunchOptions first = options;
   first.workspace = after_sum + StatisticsBytes(shape);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, factor, sum, statistics,

@@ -24,9 +24,8 @@ struct BackwardParams {
   uint32_t packs_per_row_head, heads_per_pack;
   int head_dim, value_dim;
   float softmax_scale, softcap;
-  // [batch, num_q_heads, q_len]. -lse in units of exponents of 2 or of scores, as the config says,
-  // and -inf for rows that see nothing.
-  const float *start, *delta;
+  const QueryStatistic* statistics;
+  int padded_queries;  // In which a head has so many.
   // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
   // num_row_heads, dim].
   void *dx, *dy;
@@ -55,8 +54,7 @@ struct BackwardShared {
   alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
   // For each warpgroup [queries / 2][64 dims][2 queries], as DqSumPlace says.
   alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
-  alignas(16) float start[kXStages][Config::kBlockColumns];
-  alignas(16) float delta[kXStages][Config::kBlockColumns];
+  QueryStatistic statistics[kXStages][Config::kByKeys ? Config::kBlockColumns / 8 : 1];
   BlockInfo block[kXStages];
   int32_t head[kXStages];  // The query head of the block.
   RowTileInfo tile;
@@ -201,28 +199,20 @@ struct BackwardProducer {
       slice.k_end = Min(slice.k_end, end);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       shared.head[stage] = shared.item.head;
-      ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]));
+      constexpr uint32_t kStatistics = Config::kByKeys ? sizeof(shared.statistics[stage]) : 0;
+      ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]) + kStatistics);
+      if constexpr (Config::kByKeys) {
+        const int head = tile.batch * params.num_q_heads + shared.item.head;
+        LoadBulk(shared.statistics[stage],
+                 params.statistics + (int64_t{head} * params.padded_queries + begin) / 8,
+                 kStatistics, &shared.x_full[stage]);
+      }
 #pragma unroll
       for (int d = 0; d < Config::kHeadDim; d += 64) {
         LoadBox(&params.column_x_map, &shared.x_full[stage],
                 shared.column_x[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
                 tile.batch);
       }
-    }
-    if constexpr (Config::kByKeys) {
-      const int row = begin + lane;
-      const int64_t offset =
-          (int64_t{shared.item.tile.batch} * params.num_q_heads + shared.item.head) * params.q_len +
-          row;
-#pragma unroll
-      for (int i = 0; i < Config::kBlockColumns; i += 32) {
-        if (Config::kBlockColumns % 32 == 0 || i + lane < Config::kBlockColumns) {
-          const bool is_inside = row + i < params.q_len;
-          CopyWord(&shared.start[stage][i + lane], params.start + offset + i, is_inside);
-          CopyWord(&shared.delta[stage][i + lane], params.delta + offset + i, is_inside);
-        }
-      }
-      ArriveAfterCopies(&shared.x_full[stage]);
     }
   }
 

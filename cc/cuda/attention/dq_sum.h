@@ -15,6 +15,14 @@ struct DqSum {
   int num_panels;  // Of 64 dims; 0: dq is not summed.
 };
 
+// Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries / 8].
+struct alignas(64) QueryStatistic {
+  // -lse, in units of scores or of exponents of 2; -inf for rows that see nothing, and past the
+  // last: their probabilities are then 0.
+  float start[8];
+  float delta[8];
+};
+
 // Blocks of queries begin at multiples of this.
 constexpr int kQueryAlignment = 8;
 
@@ -23,6 +31,12 @@ JAX_MAGI_INLINE int AlignQuery(int query) {
 }
 
 inline int DqSumRows(int64_t q_len) { return AlignQuery(static_cast<int>(q_len)); }
+
+// Statistics of a head, so many that no block of queries reaches past them.
+inline int PaddedQueries(int64_t q_len) {
+  constexpr int kLongestBlock = 128;
+  return Max(AlignQuery(static_cast<int>(q_len)), kLongestBlock);
+}
 
 inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
   if (num_panels == 0) return 0;

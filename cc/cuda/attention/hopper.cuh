@@ -151,16 +151,14 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies 4 bytes, or zero where `is_inside` is false.
-__device__ __forceinline__ void CopyWord(void* dst, const void* src, bool is_inside) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(dst)), "l"(src),
-               "r"(is_inside ? 4 : 0)
-               : "memory");
-}
-// Arrives when this thread's copies are there.
-__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
-               : "memory");
+// Copies `num_bytes`, a multiple of 16, between places that are aligned to 16.
+__device__ __forceinline__ void LoadBulk(void* dst, const void* src, uint32_t num_bytes,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(dst)),
+      "l"(src), "r"(num_bytes), "r"(SharedAddress(barrier))
+      : "memory");
 }
 
 // Loads a box at (dim, head, row, batch) of a [batch, rows, heads, dim] tensor.
