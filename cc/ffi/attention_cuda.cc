@@ -63,16 +63,18 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     bool deterministic, int32_t sm_margin, int32_t tile_stamp) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
-  int num_parts = 1;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          /*is_dq_summed=*/false, softmax_scale, softcap,
-                                          &args, &num_parts));
+                                          /*is_dq_summed=*/false, softmax_scale, softcap, &args,
+                                          /*num_dkv_parts=*/nullptr));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
                            deterministic};
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(
       DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
-  return ToError(context, cuda::AttentionBackward(args, num_parts, deterministic, options));
+  const int64_t more = static_cast<int64_t>(workspace->size_bytes()) -
+                       cuda::LayoutOf(call, tile_list.element_count() > 0).workspace_bytes;
+  return ToError(context, cuda::AttentionBackward(args, cuda::NumPartsIn(args.shape, more),
+                                                  deterministic, options));
 }
 
 }  // namespace

@@ -18,9 +18,8 @@ constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, C
 constexpr int64_t kWorkPerSection = 2 * 132;
 
 template <typename Config>
-Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
-                          const QueryStatistic* statistics, float* dq_sum,
-                          const LaunchOptions& options) {
+Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QueryStatistic* statistics,
+                          float* dq_sum, const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_row_heads =
@@ -89,32 +88,40 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
 }
 
 template <int kHeadDim, typename Element, bool kHasSoftcap>
-Status LaunchBackward(const BackwardArgs& args, int num_parts, bool deterministic,
+Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministic,
                       const LaunchOptions& options) {
-  const AttentionShape& shape = args.shape;
+  const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
   using All = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>;
   using KeysValues = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kKeysValues>;
   using Queries = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kQueries>;
   static_assert(KeysValues::kStartIsScore == Queries::kStartIsScore, "they share statistics");
   const bool is_score = deterministic ? KeysValues::kStartIsScore : All::kStartIsScore;
-  const float factor = is_score ? 1.0f / args.params.softmax_scale : kLog2E;
+  const float factor = is_score ? 1.0f / call.params.softmax_scale : kLog2E;
 
-  // The workspace: the sum of dq, statistics, then the counter and list of each part.
+  // The workspace: the sum of dq, parts of dk and dv, statistics, then the counter and list of each
+  // part.
   const DqSum sum{static_cast<float*>(options.workspace), deterministic ? 0 : kHeadDim / 64};
   char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, sum.num_panels);
-  auto* statistics = reinterpret_cast<QueryStatistic*>(after_sum);
+  const DkvParts parts{reinterpret_cast<float*>(after_sum), num_parts};
+  BackwardArgs args = call;
+  if (num_parts > 1) {
+    args.dk = parts.data;
+    args.dv =
+        parts.data + num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
+    args.dkv_dtype = DType::kF32;
+  }
+  char* after_parts = after_sum + AlignStatistics(DkvPartsBytes(shape, num_parts));
+  auto* statistics = reinterpret_cast<QueryStatistic*>(after_parts);
   LaunchOptions first = options;
-  first.workspace = after_sum + StatisticsBytes(shape);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, factor, sum, statistics,
-                                                static_cast<WorkCounter*>(first.workspace),
-                                                options.stream));
+  first.workspace = after_parts + StatisticsBytes(shape);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
+      args, factor, sum, statistics, static_cast<WorkCounter*>(first.workspace), options.stream));
   if (!deterministic) {
     if (shape.k_len > 0) {
-      JAX_MAGI_RETURN_IF_BAD(
-          LaunchBackwardPart<All>(args, num_parts, statistics, sum.data, first));
+      JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<All>(args, num_parts, statistics, sum.data, first));
     }
-    JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(args, sum, options.stream));
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
     return {};
   }
   first.tile_list = nullptr;  // It would have to be two.
@@ -125,8 +132,12 @@ Status LaunchBackward(const BackwardArgs& args, int num_parts, bool deterministi
     JAX_MAGI_RETURN_IF_BAD(
         LaunchBackwardPart<KeysValues>(args, num_parts, statistics, nullptr, first));
   }
-  if (shape.q_len == 0) return {};
-  return LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, nullptr, second);
+  if (shape.q_len > 0) {
+    JAX_MAGI_RETURN_IF_BAD(
+        LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, nullptr, second));
+  }
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+  return {};
 }
 
 template <int kHeadDim, typename Element>

@@ -9,6 +9,12 @@
 
 namespace jax_magi::cuda {
 
+// Up to where statistics may begin.
+inline int64_t AlignStatistics(int64_t num_bytes) {
+  return (num_bytes + alignof(QueryStatistic) - 1) / alignof(QueryStatistic) *
+         alignof(QueryStatistic);
+}
+
 // Bytes of workspace that statistics take. What follows them is aligned like a TileList.
 inline int64_t StatisticsBytes(const AttentionShape& shape) {
   return shape.batch * shape.num_q_heads * (PaddedQueries(shape.q_len) / 8) *
@@ -19,8 +25,7 @@ inline int64_t StatisticsBytes(const AttentionShape& shape) {
 // fills the sum of dq with zeros. The kernel after it may start at once, and must wait
 // for it with griddepcontrol.wait.
 cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
-                            QueryStatistic* statistics, WorkCounter* counter,
-                            cudaStream_t stream);
+                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

@@ -10,8 +10,6 @@ What an operand means is the same for every backend, and stands in `cc/attention
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -176,15 +174,13 @@ def backward(
     deterministic=deterministic,
     static_slices=static_slices,
   )
-  num_parts = needs.num_dkv_parts
-  part_dtype = grad_dtype if num_parts == 1 else np.float32
-  dq, *parts, _ = native_call(
+  *gradients, _ = native_call(
     _BACKWARD,
     (q, k, v, dout, lse, delta, slices, tile_list),
     [
       (q.shape, np.float32 if needs.is_dq_summed else grad_dtype),
-      ((num_parts * k.shape[0], *k.shape[1:]), part_dtype),
-      ((num_parts * v.shape[0], *v.shape[1:]), part_dtype),
+      (k.shape, grad_dtype),
+      (v.shape, grad_dtype),
       ((needs.workspace_bytes,), np.uint8),
     ],
     softmax_scale=np.float32(softmax_scale),
@@ -193,13 +189,10 @@ def backward(
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(needs.tile_stamp),
   )
-  if num_parts > 1:
-    # They are added one by one: XLA would choose the order of a sum anew for each program.
-    parts = [functools.reduce(operator.add, jnp.split(x, num_parts)) for x in parts]
   if needs.is_dq_summed:
-    dq = dq * np.float32(softmax_scale)  # XLA does this in whatever reads dq next.
-  gradients = (x.astype(grad_dtype)[..., :dim] for x, dim in zip((dq, *parts), dims, strict=True))
-  return tuple(gradients)  # type: ignore[return-value]
+    # XLA does this in whatever reads dq next.
+    gradients[0] = (gradients[0] * np.float32(softmax_scale)).astype(grad_dtype)
+  return tuple(x[..., :dim] for x, dim in zip(gradients, dims, strict=True))  # type: ignore
 
 
 def _pad_dim(x, backend: Backend):
