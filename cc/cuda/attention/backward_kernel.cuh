@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitRing(shared.x_full, shared.x_empty, 1, kConsumers);
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
+    for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
     FenceBarrierInit();
   }
   __syncthreads();

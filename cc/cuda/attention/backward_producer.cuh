@@ -59,7 +59,7 @@ struct BackwardShared {
   int32_t head[kXStages];  // The query head of the block.
   RowTileInfo tile;
   WorkItem item;  // The producer's own.
-  DqTarget dq_target[2];
+  DqTarget dq_target[2][2];  // Of each warpgroup, and by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t row_full, row_empty;
@@ -67,6 +67,7 @@ struct BackwardShared {
   // One for each warpgroup, which arrives on `full` and waits on `empty`; AddDqToMemory does the
   // reverse.
   uint64_t dq_full[2], dq_empty[2];
+  uint64_t ds_full[2];  // Consumers of both warpgroups arrive and wait.
 };
 
 // One warp.
@@ -238,7 +239,7 @@ __device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
   constexpr int kSize = Config::kDqQueries * 64;
   for (uint32_t phase = 0;; phase ^= 1) {
     Wait(&shared.dq_full[warpgroup], phase);
-    const DqTarget target = shared.dq_target[warpgroup];
+    const DqTarget target = shared.dq_target[warpgroup][phase];
     if (target.panel < 0) break;
     const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
     if (num_queries > 0) {
