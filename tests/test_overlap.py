@@ -320,7 +320,7 @@ def test_command_draws_the_step_it_is_asked_for(tmp_path, capsys):
   write_profile(tmp_path, {"/device:GPU:0": device})
   for step in ("7", "8"):
     assert _run(tmp_path, "--png", tmp_path / "p.png", "--step", step) == 0
-    assert f"picture of step {step} of GPU:0" in capsys.readouterr().out
+    assert f"picture of {step} of GPU:0" in capsys.readouterr().out
   assert _run(tmp_path, "--step", "9") == 2
   assert "there is no step 9: there are 7, 8" in capsys.readouterr().err
 

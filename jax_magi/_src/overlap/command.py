@@ -126,4 +126,4 @@ def _draw(step: StepOverlap, path: str | None) -> None:
     print(f"note: {message}")
     return
   save_picture(step.step, path or _PICTURE)
-  print(f"picture of step {step.step.label} of {step.step.device}: {path or _PICTURE}")
+  print(f"picture of {step.step.label} of {step.step.device}: {path or _PICTURE}")

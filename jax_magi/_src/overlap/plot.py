@@ -45,7 +45,7 @@ def plot_step(step: Step, axes: Any = None) -> Any:
     yticks=range(len(lanes)),
     yticklabels=[lane if len(lane) <= 30 else f"{lane[:27]}..." for lane in lanes],
   )
-  axes.set_title(f"step {step.label}, {step.device}", loc="left")
+  axes.set_title(f"{step.label}, {step.device}", loc="left")
   legend = [Patch(color=color, label=label) for label, color in _COLORS.items()]
   axes.legend(handles=legend, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False)
   for side in ("top", "right", "left"):
