@@ -280,7 +280,7 @@ def time_scale(length: int = 1 << 20) -> list[dict]:
       getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp")
     )
     rate = 14 * mask.area() * head_dim * num_q_heads / time / 1e12
-    row = {"mask": name, "length": length, "num_slices": mask.num_slices, "seconds": time}
+    row = {"mask": name, "length": length, "num_slices": len(mask.slices), "seconds": time}
     rows.append(row | {"rate": rate, "gigabytes": num_bytes / 1e9})
     print(f"  {name:14} {time:6.3f} s {rate:6.1f} TFLOP/s {num_bytes / 1e9:6.1f} GB", flush=True)
   return rows
