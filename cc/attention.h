@@ -120,7 +120,7 @@ struct AttentionCall {
 // What a device asks of the caller for it.
 struct AttentionNeeds {
   int64_t workspace_bytes = 0;
-  // dk and dv come in so many parts, one after the other along the batch, and have to be added.
+  // A group's query heads are worked on in so many parts, whose dk and dv are added at the end.
   int num_dkv_parts = 1;
   // dq is a sum in memory: float32, and without softmax_scale.
   bool is_dq_summed = false;

@@ -206,7 +206,7 @@ def test_runs_are_equal_bit_for_bit():
 def test_sm_margin_changes_nothing_but_the_grid():
   q, k, v = _arrays((2000, 8, 128), (2000, 2, 128), (2000, 2, 128))
   mask = AttentionMask.causal(2000)
-  for margin in (1, 100, 1000):
+  for margin in (1, 100, 131):
     got = jax_magi.attention(q, k, v, mask, sm_margin=margin, implementation="cuda")[0]
     expected = jax_magi.attention(q, k, v, mask, implementation="cuda")[0]
     np.testing.assert_array_equal(got, expected)

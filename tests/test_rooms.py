@@ -12,7 +12,8 @@ CC = ROOT / "cc"
 
 # Room, or module that all rooms share -> what it imports. Lower lines know nothing of upper ones.
 PYTHON = {
-  "public": {"attention", "context_parallel", "masks", "optim", "softmax"},
+  "public": {"attention", "context_parallel", "masks", "optim", "overlap", "softmax"},
+  "overlap": {"native"},
   "context_parallel": {"arguments", "attention", "masks", "native", "optim", "transforms"},
   "softmax": {"arguments", "masks", "native", "transforms"},
   "attention": {"arguments", "masks", "native", "softmax_lse", "transforms"},

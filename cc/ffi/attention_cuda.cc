@@ -75,17 +75,19 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     bool deterministic, int32_t sm_margin, int32_t tile_stamp) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
-  int num_parts = 1;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(
       q, k, v, dout, lse, delta, slices, bias, alibi_slopes, *dq, *dk, *dv, *dbias, *dslopes,
-      /*is_dq_summed=*/!deterministic, softmax_scale, softcap, &args, &num_parts));
+      /*is_dq_summed=*/false, softmax_scale, softcap, &args, /*num_dkv_parts=*/nullptr));
   JAX_MAGI_RETURN_IF_ERROR(RefuseTerms(context, args.bias, args.alibi_slopes));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
                            deterministic};
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(
       DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
-  return ToError(context, cuda::AttentionBackward(args, num_parts, deterministic, options));
+  const int64_t more = static_cast<int64_t>(workspace->size_bytes()) -
+                       cuda::LayoutOf(call, tile_list.element_count() > 0).workspace_bytes;
+  return ToError(context, cuda::AttentionBackward(args, cuda::NumPartsIn(args.shape, more),
+                                                  deterministic, options));
 }
 
 }  // namespace

@@ -18,6 +18,9 @@ JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_backward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_softmax_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_softmax_backward);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_kernel_barrier);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_stand_in_start);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_stand_in_done);
 
 // `slices` are one list that the whole batch shares, or null.
 #define JAX_MAGI_DECLARE_NEEDS(name)                                    \

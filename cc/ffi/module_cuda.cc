@@ -17,6 +17,9 @@ NB_MODULE(_cuda, m) {
     add("jax_magi_attention_backward", jax_magi_cuda_attention_backward);
     add("jax_magi_softmax_forward", jax_magi_cuda_softmax_forward);
     add("jax_magi_softmax_backward", jax_magi_cuda_softmax_backward);
+    add("jax_magi_kernel_barrier", jax_magi_cuda_kernel_barrier);
+    add("jax_magi_stand_in_start", jax_magi_cuda_stand_in_start);
+    add("jax_magi_stand_in_done", jax_magi_cuda_stand_in_done);
     return handlers;
   });
   jax_magi::AddAttentionNeeds(m, jax_magi_cuda_attention_needs);

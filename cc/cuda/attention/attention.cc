@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
 #include "cc/cuda/attention/tile_plan.h"
@@ -68,6 +69,15 @@ Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options) {
   return entry == nullptr ? kNotBuilt : entry->launch(args, options);
 }
 
+int NumPartsIn(const AttentionShape& shape, int64_t num_bytes) {
+  for (int parts = 2; shape.num_kv_heads > 0 && parts <= shape.group(); ++parts) {
+    if (shape.group() % parts == 0 && num_bytes > 0 &&
+        AlignStatistics(DkvPartsBytes(shape, parts)) == num_bytes)
+      return parts;
+  }
+  return 1;
+}
+
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options) {
   const BackwardEntry* entry = Find(kBackward, args.shape, args.dtype);
@@ -90,7 +100,8 @@ CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list) {
   };
   const int64_t statistics = StatisticsBytes(shape);
   if (!call.deterministic) {
-    return {tiling(BackwardPart::kAll), statistics + bytes(BackwardPart::kAll)};
+    const int64_t sum = DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
+    return {tiling(BackwardPart::kAll), sum + statistics + bytes(BackwardPart::kAll)};
   }
   return {tiling(BackwardPart::kKeysValues),
           statistics + bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)};
@@ -110,7 +121,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   }
   if (call.is_backward) {
     needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
-    needs.is_dq_summed = !call.deterministic;
+    needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     if (call.deterministic) needs.tile_list.clear();
   }
   return needs;

@@ -23,9 +23,12 @@ struct LaunchOptions {
 // Each enqueues the computation; allocates nothing and waits for nothing. Element types are bf16
 // and fp16; head_dim and value_dim are multiples of 8, up to 256.
 Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
-// dk and dv come in `num_parts` parts, each of them the sum over its part of a group.
+// A group's query heads are worked on in `num_parts` parts.
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options);
+
+// As many as have left so many bytes more in the workspace.
+int NumPartsIn(const AttentionShape& shape, int64_t num_bytes);
 
 // How a call cuts the score matrix, and the workspace it takes; all zero where no variant takes it.
 // A deterministic backward pass has two lists of tiles, of which this is the tiling of the first,

@@ -65,20 +65,21 @@ struct BackwardBlock {
   }
 
   // The statistics of columns 8 * i + 2 * (thread % 4) and the one after it.
-  __device__ __forceinline__ float2 ReadPair(const float* source, int i) const {
-    return *reinterpret_cast<const float2*>(source + 8 * i + 2 * (thread % 4));
+  __device__ __forceinline__ float2 ReadPair(const float (&source)[8]) const {
+    return *reinterpret_cast<const float2*>(source + 2 * (thread % 4));
   }
 
   __device__ __forceinline__ void LoadRowStatistics() {
     const RowTileInfo& tile = shared.tile;
-    const int64_t first =
-        (int64_t{tile.batch} * params.num_q_heads + tile.row_head) * params.q_len + tile.begin;
+    const int64_t head = int64_t{tile.batch} * params.num_q_heads + tile.row_head;
+    const QueryStatistic* statistics = params.statistics + head * (params.padded_queries / 8);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool is_own = Row(r) < tile.num_rows;
-      row_start[r] = is_own ? params.start[first + Row(r)] : -INFINITY;
+      const int query = tile.begin + Row(r);
+      row_start[r] = is_own ? statistics[query / 8].start[query % 8] : -INFINITY;
       if constexpr (Config::kStartIsScore) row_start[r] *= scale.log2;
-      row_delta[r] = is_own ? params.delta[first + Row(r)] : 0.0f;
+      row_delta[r] = is_own ? statistics[query / 8].delta[query % 8] : 0.0f;
     }
   }
 
@@ -86,10 +87,10 @@ struct BackwardBlock {
   __device__ __forceinline__ void ReadStatistics(int stage) {
     if constexpr (Config::kReadAhead) {
 #pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.start[stage], i);
+      for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.statistics[stage][i].start);
     }
     ForEachPair([&](int e, int i, int r) {
-      const float2 delta = Config::kByKeys ? ReadPair(shared.delta[stage], i)
+      const float2 delta = Config::kByKeys ? ReadPair(shared.statistics[stage][i].delta)
                                            : make_float2(row_delta[r], row_delta[r]);
       dp[2 * e] = delta.x;
       dp[2 * e + 1] = delta.y;
@@ -101,7 +102,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void StartScores(int stage) {
     if constexpr (Config::kStartsScores) {
       ForEachPair([&](int e, int i, int) {
-        const float2 start = ReadPair(shared.start[stage], i);
+        const float2 start = ReadPair(shared.statistics[stage][i].start);
         scores[2 * e] = start.x;
         scores[2 * e + 1] = start.y;
       });
@@ -194,7 +195,7 @@ struct BackwardBlock {
   __device__ __forceinline__ float2 Start(int stage, int i, int r) const {
     if constexpr (!Config::kByKeys) return make_float2(row_start[r], row_start[r]);
     if constexpr (Config::kStartsScores) return make_float2(0.0f, 0.0f);  // The scores have it.
-    return Config::kReadAhead ? start[i] : ReadPair(shared.start[stage], i);
+    return Config::kReadAhead ? start[i] : ReadPair(shared.statistics[stage][i].start);
   }
 
   __device__ __forceinline__ void Probabilities(int stage) {

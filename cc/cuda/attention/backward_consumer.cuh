@@ -79,7 +79,7 @@ struct BackwardConsumer {
     if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
     if constexpr (Config::kHasDq) {
       Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
-      if (thread == 0) shared.dq_target[warpgroup].dim = -1;
+      if (thread == 0) shared.dq_target[warpgroup][num_done % 2 * (Config::kDqSteps % 2)].panel = -1;
       ArriveByWarp(&shared.dq_full[warpgroup], thread);
     }
   }
@@ -94,6 +94,8 @@ struct BackwardConsumer {
     // products one by one.
     for (bool is_last = false; !is_last;) {
       const RingPosition<Config::kXStages> x_before = x_ring;
+      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      num_done = __shfl_sync(~0u, num_done, 0);
       const int x_stage = x_ring.stage, y_stage = YStage();
       const int ds_stage = num_done % 2;
       const int flags = BlockFlags();
@@ -147,7 +149,8 @@ struct BackwardConsumer {
           }
           FenceRegisters(block.dq);
           FenceRegisters(block.dx);
-          AddDq(x_stage, ds_stage, step);
+          SetDqTarget(x_stage, ds_stage, step);
+          AddDq(ds_stage, step);
         }
       } else {
         IssueNextScores(is_last ? x_before : x_ring);
@@ -165,9 +168,13 @@ struct BackwardConsumer {
   // under the product for dK, which leaves it half the bandwidth.
   __device__ __forceinline__ void ComputeInTwoBursts() {
     static_assert(Config::kDqSteps == 1, "there is one product for dQ");
+    bool is_first = true;
     for (bool is_last = false; !is_last;) {
-      const int x_stage = x_ring.stage, y_stage = YStage();
-      const int ds_stage = num_done % 2;
+      // By shuffles: the compiler then knows that they are the same for a whole warp.
+      const int x_stage = __shfl_sync(~0u, x_ring.stage, 0);
+      num_done = __shfl_sync(~0u, num_done, 0);
+      const int y_stage = YStage();
+      const int ds_stage = num_done % 2, dq_stage = Config::kDqIsLate ? ds_stage ^ 1 : ds_stage;
       WaitForX();
       block.ReadStatistics(x_stage);
       FenceRegisters(
@@ -185,24 +192,46 @@ struct BackwardConsumer {
       WaitWgmma<0>();
       FenceRegisters(block.dp);
       block.ScoreGradients();
+      if constexpr (Config::kDqIsLate) WaitForDs(num_done - 1);
       block.WriteDs(Ds(ds_stage));
       block.IssueDy(y_stage);
       FenceAsyncProxy();
-      NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
-      block.IssueDq(Ds(ds_stage), 0);
+      if constexpr (!Config::kDqIsLate) NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
+      // A late dQ of the first block is a product of old words, and not used: under a condition,
+      // ptxas would run all products one by one.
+      block.IssueDq(Ds(dq_stage), 0);
       WaitWgmma<1>();
       FenceRegisters(block.dy);
       ArriveByWarp(&shared.y_empty[y_stage], thread);
       block.IssueDx(x_stage);
       WaitWgmma<1>();
       FenceRegisters(block.dq);
-      AddDq(x_stage, ds_stage, 0);
-      ++num_done;
-      x_ring.Advance();
+      if constexpr (!Config::kDqIsLate) SetDqTarget(x_stage, ds_stage, 0);
+      if (!Config::kDqIsLate || !is_first) AddDq(dq_stage, 0);
+      is_first = false;
+      if constexpr (Config::kDqIsLate) SetDqTarget(x_stage, ds_stage, 0);
       WaitWgmma<0>();
       FenceRegisters(block.dx);
       Arrive(&shared.x_empty[x_stage]);
+      // The other warpgroup may now read this dS, and write over the one before.
+      if constexpr (Config::kDqIsLate) ArriveByWarp(&shared.ds_full[ds_stage], thread);
+      ++num_done;
+      x_ring.Advance();
     }
+    if constexpr (Config::kDqIsLate) {
+      const int dq_stage = (num_done - 1) % 2;
+      WaitForDs(num_done - 1);
+      block.IssueDq(Ds(dq_stage), 0);
+      WaitWgmma<0>();
+      FenceRegisters(block.dq);
+      AddDq(dq_stage, 0);
+    }
+  }
+
+  // Until both warpgroups have written dS of a block, and read that of the block before. Blocks are
+  // counted over all tiles; before the first one nothing is waited for.
+  __device__ __forceinline__ void WaitForDs(uint32_t number) {
+    Wait(&shared.ds_full[number % 2], number / 2 % 2);
   }
 
   // All products at once, then all that is done element by element: while one warpgroup has the
@@ -310,23 +339,28 @@ struct BackwardConsumer {
     return Config::kDqSteps == 1 ? ds_stage : step % 2;
   }
 
-  __device__ __forceinline__ void AddDq(int stage, int ds_stage, int step) {
-    const int lane = thread % 32, warp = thread / 32;
-    constexpr int kHalf = Config::kDqQueries * 32;
-    float* box = shared.dq + warpgroup * 2 * kHalf;
+  // Where dQ of the block in stage `stage` belongs.
+  __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage, int step) {
+    if (thread == 0) {
+      shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = {
+          block.DqPanel(step), shared.head[stage],
+          shared.block[stage].begin + block.DqFirstQuery(), shared.tile.batch};
+    }
+  }
+
+  __device__ __forceinline__ void AddDq(int ds_stage, int step) {
+    const int lane = thread % 32;
+    float* box = shared.dq + warpgroup * Config::kDqQueries * 64;
     Wait(&shared.dq_empty[warpgroup], DqPhase(ds_stage, step) ^ 1);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int query = 2 * (lane % 4) + e % 2;                // Of 8.
-      const int dim = warp % 2 * 16 + lane / 4 + 8 * (e / 2);  // Of the half's 32.
-      float* column = box + warp / 2 * kHalf + query * 32 + ((dim / 4) ^ query) * 4 + dim % 4;
+    for (int r = 0; r < 2; ++r) {
+      const int dim = thread / 32 * 16 + lane / 4 + 8 * r;
+      float* pair = box + DqSumPlace(2 * (lane % 4), dim);
 #pragma unroll
-      for (int i = 0; i < Config::kDqQueries / 8; ++i) column[i * 8 * 32] = block.dq[4 * i + e];
-    }
-    if (thread == 0) {
-      shared.dq_target[warpgroup] = {block.DqPanel(step) * 64, shared.head[stage],
-                                     shared.block[stage].begin + block.DqFirstQuery(),
-                                     shared.tile.batch};
+      for (int i = 0; i < Config::kDqQueries / 8; ++i) {
+        *reinterpret_cast<float2*>(pair + i * 8 * 64) =
+            make_float2(block.dq[4 * i + 2 * r], block.dq[4 * i + 2 * r + 1]);
+      }
     }
     FenceAsyncProxy();
     ArriveByWarp(&shared.dq_full[warpgroup], thread);

@@ -28,16 +28,18 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     BackwardKernel(const __grid_constant__ BackwardParams params) {
   extern __shared__ char memory[];
-  auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
+  // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
+  auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared());
   const int thread = threadIdx.x;
+  if (thread == 0 && DynamicShared() != memory) __trap();
   if (thread == 0) {
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitBarrier(&shared.row_full, 1);
     InitBarrier(&shared.row_empty, kConsumers);
-    // Columns: TMA, and each lane's copies of the statistics.
-    InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumers);
+    InitRing(shared.x_full, shared.x_empty, 1, kConsumers);
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
+    for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
     FenceBarrierInit();
   }
   __syncthreads();

@@ -3,6 +3,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
 
+#include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_kernel.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/launch.cuh"
@@ -17,8 +18,8 @@ constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, C
 constexpr int64_t kWorkPerSection = 2 * 132;
 
 template <typename Config>
-Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
-                          const QueryStatistics& statistics, const LaunchOptions& options) {
+Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QueryStatistic* statistics,
+                          float* dq_sum, const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_row_heads =
@@ -60,12 +61,8 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
                      Config::kBlockColumns, 1, &params.column_x_map},
                     {args.dtype, column_y, columns.length, columns.heads, shape.value_dim,
                      Config::kBlockColumns, 1, &params.column_y_map}}));
-  if (Config::kHasDq) {
-    const void* dq = args.dq == nullptr ? rows.x : args.dq;
-    JAX_MAGI_RETURN_IF_BAD(
-        MakeTensorMaps(shape.batch, {{DType::kF32, dq, shape.q_len, shape.num_q_heads,
-                                      shape.head_dim, Config::kDqQueries, 1, &params.dq_map}}));
-  }
+  params.dq_sum = dq_sum;
+  params.dq_sum_rows = DqSumRows(shape.q_len);
   params.batch = static_cast<int>(shape.batch);
   params.q_len = static_cast<int>(shape.q_len);
   params.num_q_heads = static_cast<int>(shape.num_q_heads);
@@ -77,8 +74,8 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
   params.softcap = args.params.softcap;
-  params.start = statistics.start;
-  params.delta = statistics.delta;
+  params.statistics = statistics;
+  params.padded_queries = PaddedQueries(shape.q_len);
   params.dx = Config::kByKeys ? args.dk : args.dq;
   params.dy = Config::kByKeys ? args.dv : nullptr;
   params.is_float = (Config::kByKeys ? args.dkv_dtype : args.dq_dtype) == DType::kF32;
@@ -91,37 +88,56 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
 }
 
 template <int kHeadDim, typename Element, bool kHasSoftcap>
-Status LaunchBackward(const BackwardArgs& args, int num_parts, bool deterministic,
+Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministic,
                       const LaunchOptions& options) {
-  const AttentionShape& shape = args.shape;
+  const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
   using All = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>;
   using KeysValues = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kKeysValues>;
   using Queries = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kQueries>;
   static_assert(KeysValues::kStartIsScore == Queries::kStartIsScore, "they share statistics");
   const bool is_score = deterministic ? KeysValues::kStartIsScore : All::kStartIsScore;
-  const float factor = is_score ? 1.0f / args.params.softmax_scale : kLog2E;
+  const float factor = is_score ? 1.0f / call.params.softmax_scale : kLog2E;
 
-  // The workspace: statistics, then the counter and list of each part.
-  const QueryStatistics statistics = StatisticsAt(options.workspace, shape);
+  // The workspace: the sum of dq, parts of dk and dv, statistics, then the counter and list of each
+  // part.
+  const DqSum sum{static_cast<float*>(options.workspace), deterministic ? 0 : kHeadDim / 64};
+  char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, sum.num_panels);
+  const DkvParts parts{reinterpret_cast<float*>(after_sum), num_parts};
+  BackwardArgs args = call;
+  if (num_parts > 1) {
+    args.dk = parts.data;
+    args.dv =
+        parts.data + num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
+    args.dkv_dtype = DType::kF32;
+  }
+  char* after_parts = after_sum + AlignStatistics(DkvPartsBytes(shape, num_parts));
+  auto* statistics = reinterpret_cast<QueryStatistic*>(after_parts);
   LaunchOptions first = options;
-  first.workspace = static_cast<char*>(options.workspace) + StatisticsBytes(shape);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      PrepareBackward(args, factor, /*is_dq_summed=*/!deterministic, statistics,
-                      static_cast<WorkCounter*>(first.workspace), options.stream));
+  first.workspace = after_parts + StatisticsBytes(shape);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
+      args, factor, sum, statistics, static_cast<WorkCounter*>(first.workspace), options.stream));
   if (!deterministic) {
-    if (shape.k_len == 0) return {};
-    return LaunchBackwardPart<All>(args, num_parts, statistics, first);
+    if (shape.k_len > 0) {
+      JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<All>(args, num_parts, statistics, sum.data, first));
+    }
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+    return {};
   }
   first.tile_list = nullptr;  // It would have to be two.
   LaunchOptions second = first;
   second.workspace = static_cast<char*>(first.workspace) +
                      TileListBytes(shape, kBackwardTiling<KeysValues>, /*has_tile_list=*/false);
   if (shape.k_len > 0) {
-    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<KeysValues>(args, num_parts, statistics, first));
+    JAX_MAGI_RETURN_IF_BAD(
+        LaunchBackwardPart<KeysValues>(args, num_parts, statistics, nullptr, first));
   }
-  if (shape.q_len == 0) return {};
-  return LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, second);
+  if (shape.q_len > 0) {
+    JAX_MAGI_RETURN_IF_BAD(
+        LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, nullptr, second));
+  }
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+  return {};
 }
 
 template <int kHeadDim, typename Element>

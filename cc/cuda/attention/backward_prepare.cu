@@ -9,10 +9,10 @@ namespace {
 
 struct PrepareArgs {
   const float *lse, *delta;  // [batch, q_len, num_q_heads]
-  QueryStatistics statistics;
+  QueryStatistic* statistics;
   float factor;
-  int q_len, num_q_heads;
-  int64_t num_statistics;
+  int q_len, padded_queries, num_q_heads;
+  int64_t num_statistics;  // With those that are padded.
   float4* dq;
   int64_t num_dq_vectors;  // 0: it is not summed.
   WorkCounter* counter;
@@ -26,13 +26,15 @@ __global__ void PrepareBackwardKernel(PrepareArgs args) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   if (first == 0) args.counter->next_work = 0;
   for (int64_t i = first; i < args.num_statistics; i += stride) {
-    const int64_t row = i / args.q_len;  // Of [batch, num_q_heads].
+    const int64_t row = i / args.padded_queries;  // Of [batch, num_q_heads].
     const int64_t batch = row / args.num_q_heads;
+    const int query = static_cast<int>(i % args.padded_queries);
     const int64_t from =
-        (batch * args.q_len + i % args.q_len) * args.num_q_heads + row - batch * args.num_q_heads;
-    const float lse = args.lse[from];
-    args.statistics.start[i] = lse == -INFINITY ? -INFINITY : -lse * args.factor;
-    args.statistics.delta[i] = args.delta[from];
+        (batch * args.q_len + query) * args.num_q_heads + row - batch * args.num_q_heads;
+    const bool is_inside = query < args.q_len;
+    const float lse = is_inside ? args.lse[from] : -INFINITY;
+    args.statistics[i / 8].start[i % 8] = lse == -INFINITY ? -INFINITY : -lse * args.factor;
+    args.statistics[i / 8].delta[i % 8] = is_inside ? args.delta[from] : 0.0f;
   }
   for (int64_t i = first; i < args.num_dq_vectors; i += stride) {
     args.dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -41,15 +43,21 @@ __global__ void PrepareBackwardKernel(PrepareArgs args) {
 
 }  // namespace
 
-cudaError_t PrepareBackward(const BackwardArgs& args, float factor, bool is_dq_summed,
-                            const QueryStatistics& statistics, WorkCounter* counter,
+cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
+                            QueryStatistic* statistics, WorkCounter* counter,
                             cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
-  const PrepareArgs prepare{
-      args.lse, args.delta, statistics, factor, static_cast<int>(shape.q_len),
-      static_cast<int>(shape.num_q_heads), shape.num_statistics(), static_cast<float4*>(args.dq),
-      // Whole vectors: head dims are multiples of 8.
-      is_dq_summed ? shape.num_statistics() * shape.head_dim / 4 : 0, counter};
+  const PrepareArgs prepare{args.lse,
+                            args.delta,
+                            statistics,
+                            factor,
+                            static_cast<int>(shape.q_len),
+                            PaddedQueries(shape.q_len),
+                            static_cast<int>(shape.num_q_heads),
+                            shape.batch * shape.num_q_heads * PaddedQueries(shape.q_len),
+                            reinterpret_cast<float4*>(sum.data),
+                            DqSumBytes(shape, sum.num_panels) / static_cast<int64_t>(sizeof(float4)),
+                            counter};
   // Enough threads for all that a GPU holds at once, and no more than there is to do.
   constexpr int kThreads = 256, kMaxBlocks = 132 * 8;
   const int64_t most = std::max(prepare.num_statistics, prepare.num_dq_vectors);

@@ -5,6 +5,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
 
 #include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/dq_sum.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 
@@ -14,7 +15,8 @@ struct BackwardParams {
   // The operands of scores (q, k) and of dP (dout, v), by their role: rows of the tile stay,
   // columns stream past.
   CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
-  CUtensorMap dq_map;
+  float* dq_sum;  // As DqSumPlace says.
+  int dq_sum_rows;
   WorkParams work;
   int batch, q_len, num_q_heads, group;
   // The heads of the tile's rows, and of a pack: so many query heads meet one tile of keys.
@@ -22,9 +24,8 @@ struct BackwardParams {
   uint32_t packs_per_row_head, heads_per_pack;
   int head_dim, value_dim;
   float softmax_scale, softcap;
-  // [batch, num_q_heads, q_len]. -lse in units of exponents of 2 or of scores, as the config says,
-  // and -inf for rows that see nothing.
-  const float *start, *delta;
+  const QueryStatistic* statistics;
+  int padded_queries;  // In which a head has so many.
   // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
   // num_row_heads, dim].
   void *dx, *dy;
@@ -36,9 +37,9 @@ struct alignas(16) RowTileInfo {
   uint32_t next_phase;  // Of the barrier, for the tile after it.
 };
 
-// Where in memory a warpgroup's part of dQ belongs. After the last one, `dim` is negative.
+// Where in memory a warpgroup's part of dQ belongs. After the last one, `panel` is negative.
 struct alignas(16) DqTarget {
-  int32_t dim, head, query, batch;
+  int32_t panel, head, query, batch;
 };
 
 template <typename Config>
@@ -51,15 +52,14 @@ struct BackwardShared {
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
   // [key panel][query][64 keys], twice: one is written while the other is still read.
   alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
-  // For each warpgroup [half of 64 dims][query][32 dims].
+  // For each warpgroup [queries / 2][64 dims][2 queries], as DqSumPlace says.
   alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
-  alignas(16) float start[kXStages][Config::kBlockColumns];
-  alignas(16) float delta[kXStages][Config::kBlockColumns];
+  QueryStatistic statistics[kXStages][Config::kByKeys ? Config::kBlockColumns / 8 : 1];
   BlockInfo block[kXStages];
   int32_t head[kXStages];  // The query head of the block.
   RowTileInfo tile;
   WorkItem item;  // The producer's own.
-  DqTarget dq_target[2];
+  DqTarget dq_target[2][2];  // Of each warpgroup, and by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t row_full, row_empty;
@@ -67,6 +67,7 @@ struct BackwardShared {
   // One for each warpgroup, which arrives on `full` and waits on `empty`; AddDqToMemory does the
   // reverse.
   uint64_t dq_full[2], dq_empty[2];
+  uint64_t ds_full[2];  // Consumers of both warpgroups arrive and wait.
 };
 
 // One warp.
@@ -199,28 +200,20 @@ struct BackwardProducer {
       slice.k_end = Min(slice.k_end, end);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       shared.head[stage] = shared.item.head;
-      ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]));
+      constexpr uint32_t kStatistics = Config::kByKeys ? sizeof(shared.statistics[stage]) : 0;
+      ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]) + kStatistics);
+      if constexpr (Config::kByKeys) {
+        const int head = tile.batch * params.num_q_heads + shared.item.head;
+        LoadBulk(shared.statistics[stage],
+                 params.statistics + (int64_t{head} * params.padded_queries + begin) / 8,
+                 kStatistics, &shared.x_full[stage]);
+      }
 #pragma unroll
       for (int d = 0; d < Config::kHeadDim; d += 64) {
         LoadBox(&params.column_x_map, &shared.x_full[stage],
                 shared.column_x[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
                 tile.batch);
       }
-    }
-    if constexpr (Config::kByKeys) {
-      const int row = begin + lane;
-      const int64_t offset =
-          (int64_t{shared.item.tile.batch} * params.num_q_heads + shared.item.head) * params.q_len +
-          row;
-#pragma unroll
-      for (int i = 0; i < Config::kBlockColumns; i += 32) {
-        if (Config::kBlockColumns % 32 == 0 || i + lane < Config::kBlockColumns) {
-          const bool is_inside = row + i < params.q_len;
-          CopyWord(&shared.start[stage][i + lane], params.start + offset + i, is_inside);
-          CopyWord(&shared.delta[stage][i + lane], params.delta + offset + i, is_inside);
-        }
-      }
-      ArriveAfterCopies(&shared.x_full[stage]);
     }
   }
 
@@ -243,16 +236,18 @@ struct BackwardProducer {
 template <typename Config>
 __device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
                                               BackwardShared<Config>& shared, int warpgroup) {
-  constexpr int kHalf = Config::kDqQueries * 32;
-  const float* box = shared.dq + warpgroup * 2 * kHalf;
+  constexpr int kSize = Config::kDqQueries * 64;
   for (uint32_t phase = 0;; phase ^= 1) {
     Wait(&shared.dq_full[warpgroup], phase);
-    const DqTarget target = shared.dq_target[warpgroup];
-    if (target.dim < 0) break;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      ReduceAddBox(&params.dq_map, box + half * kHalf, target.dim + half * 32, target.head,
-                   target.query, target.batch);
+    const DqTarget target = shared.dq_target[warpgroup][phase];
+    if (target.panel < 0) break;
+    const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
+    if (num_queries > 0) {
+      const int panel =
+          (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
+          target.panel;
+      ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * 64,
+                shared.dq + warpgroup * kSize, num_queries * 64 * sizeof(float));
     }
     CommitReduce();
     WaitReduceRead();

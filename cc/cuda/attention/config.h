@@ -124,6 +124,8 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // Two bursts of products a block: scores and dP, then dV, dQ and dK. With a cap it was not tried,
   // and beyond 128 dims dQ takes two products.
   static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim <= 128;
+  // In the second burst, dQ is that of the block before: warpgroups may be out of step.
+  static constexpr bool kDqIsLate = kInTwoBursts;
   // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
   // there are registers for them.
   static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;

@@ -12,7 +12,7 @@ constexpr int kNumSms = 132;  // Of an H100 or H200. There may be no device wher
 // Costs in units of one block of columns for one head, about 3 us. They are estimates, from times
 // of 1, 2 and 6 parts of 2k tokens with 128 dims.
 constexpr double kItemCost = 0.7;           // To load a tile of keys, and to store its gradients.
-constexpr double kSumCost = 4.0;            // To sum parts at all: two more kernels.
+constexpr double kSumCost = 0.5;            // To sum parts at all: a longer last kernel.
 constexpr double kBytesOfBlockTime = 12e6;  // That memory moves meanwhile.
 
 // When the last multiprocessor is done, if each takes the heaviest work that is left. Each tile is

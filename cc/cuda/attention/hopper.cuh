@@ -18,6 +18,10 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The shared memory of a kernel that has no other than dynamic one: the first KB is the driver's.
+// Such a kernel must check that it is there.
+__device__ __forceinline__ void* DynamicShared() { return __cvta_shared_to_generic(1024); }
+
 // --- mbarrier ---
 
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier, int num_arrivals) {
@@ -147,16 +151,14 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies 4 bytes, or zero where `is_inside` is false.
-__device__ __forceinline__ void CopyWord(void* dst, const void* src, bool is_inside) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(dst)), "l"(src),
-               "r"(is_inside ? 4 : 0)
-               : "memory");
-}
-// Arrives when this thread's copies are there.
-__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
-               : "memory");
+// Copies `num_bytes`, a multiple of 16, between places that are aligned to 16.
+__device__ __forceinline__ void LoadBulk(void* dst, const void* src, uint32_t num_bytes,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(dst)),
+      "l"(src), "r"(num_bytes), "r"(SharedAddress(barrier))
+      : "memory");
 }
 
 // Loads a box at (dim, head, row, batch) of a [batch, rows, heads, dim] tensor.
@@ -180,14 +182,12 @@ __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t
       : "memory");
 }
 
-// Adds a box of float32 in shared memory to a [batch, rows, heads, dim] tensor.
-__device__ __forceinline__ void ReduceAddBox(const CUtensorMap* map, const void* src, int dim,
-                                             int head, int row, int batch) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(SharedAddress(src)), "r"(dim), "r"(head), "r"(row), "r"(batch)
-      : "memory");
+// Adds `num_bytes` of float32 in shared memory to as many in memory.
+__device__ __forceinline__ void ReduceAdd(float* dst, const float* src, uint32_t num_bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   dst),
+               "r"(SharedAddress(src)), "r"(num_bytes)
+               : "memory");
 }
 __device__ __forceinline__ void CommitReduce() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

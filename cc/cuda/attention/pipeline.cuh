@@ -4,6 +4,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_
 
+#include "cc/cuda/attention/dq_sum.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/tile_list.h"
 
@@ -176,6 +177,7 @@ __device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Til
       const Range rows =
           Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
       if (rows.begin < rows.end) touched = TouchedKeys(slice, rows);
+      if (kByKeys && touched.begin < touched.end) touched.end = AlignQuery(touched.end);
     }
     for (unsigned hits = __ballot_sync(~0u, touched.begin < touched.end); hits; hits &= hits - 1) {
       const int owner = __ffs(hits) - 1;

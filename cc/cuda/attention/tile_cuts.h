@@ -3,6 +3,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
 
+#include "cc/cuda/attention/dq_sum.h"
 #include "cc/cuda/attention/tile_list.h"
 
 namespace jax_magi::cuda {
@@ -89,8 +90,9 @@ JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i)
     const Range rows =
         Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
     if (rows.begin >= rows.end) continue;
-    const Range columns = TouchedKeys(slice, rows);
+    Range columns = TouchedKeys(slice, rows);
     if (columns.begin >= columns.end) continue;
+    if (args.by_keys) columns.end = AlignQuery(columns.end);
     if (tile.num_blocks == 0) tile.slice_begin = s;
     tile.slice_end = s + 1;
     tile.num_blocks += args.block_columns.CeilDivide(columns.end - columns.begin);

@@ -47,7 +47,7 @@ struct Tiling {
 
   // Tells lists of this tiling from others: programs may outlive the build that made their list.
   int32_t stamp() const {
-    constexpr int32_t kVersion = 1;  // To be raised when TileList or Tile changes its meaning.
+    constexpr int32_t kVersion = 2;  // To be raised when TileList or Tile changes its meaning.
     return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + num_columns;
   }
 };

@@ -48,6 +48,7 @@ def calc_attn(
   keep_remote_kv: bool = False,
   deterministic: bool = False,
   sm_margin: int | tuple[int, int] | None = None,
+  kernel_barrier: bool = False,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
   """`attention` of a rank's queries over all keys, inside `shard_map` over `axis_name`.
@@ -70,6 +71,8 @@ def calc_attn(
     sm_margin: streaming multiprocessors that kernels leave free for communication, or a pair of
       them, forward and backward. None is what the environment says when the step is traced, in
       MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN, or else 0.
+    kernel_barrier: whether a kernel waits, 0.1 ms at most, until the GPU has taken up the transfer
+      that it shall run beside. Then it needs no margin: it begins on the other multiprocessors.
     implementation: see above.
 
   Returns:
@@ -96,14 +99,19 @@ def calc_attn(
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   q, k, v, sink, *leaves = vary_together(q, k, v, jnp.asarray(sink), *map(jnp.asarray, leaves))
   forward, backward = (dataclasses.replace(config, sm_margin=x) for x in sm_margins(sm_margin))
-  rank_config = RankConfig(forward, backward, axis_name, keep)
+  with_barrier = check_flag("kernel_barrier", kernel_barrier)
+  rank_config = RankConfig(forward, backward, axis_name, keep, with_barrier)
   out, lse, max_logits = rank_attention(
     rank_config, q, k, v, jax.tree.unflatten(treedef, leaves), sink
   )
   if not check_flag("return_max_logits", return_max_logits):
     return out, AttnForwardMeta(lse)
   if is_reduced:
-    return out, AttnForwardMeta(lse, optim.reduce_max_logits(max_logits, axis_name=axis_name))
+    max_logits = optim.reduce_max_logits(max_logits, axis_name=axis_name)
+    # XLA has one collective in flight. Unless this one is over before the next begins, it may be
+    # the one that a kernel hides, and a transfer of keys not.
+    out, _ = lax.optimization_barrier((out, max_logits))
+    return out, AttnForwardMeta(lse, max_logits)
   return out, AttnForwardMeta(lse, lax.stop_gradient(max_logits))
 
 

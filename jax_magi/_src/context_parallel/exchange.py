@@ -47,23 +47,58 @@ class Transfer:
 
   def cast(self, x: Any) -> Any:
     """A rank's rows `[k_local, ...]` to the rows of a stage's buffer, of all ranks."""
-    arrived = self._gather(x) if self._is_all_gather else self._send(x)
+    return self.unpacked(x, self.move(self.packed(x)))
+
+  def reduce(self, dx: Any, deterministic: bool) -> Any:
+    """Gradients of what `cast` returned to those of what it took: the sum over ranks."""
+    kept, sent = self.packed_back(dx)
+    return self.unpacked_back(kept, self.move_back(sent), deterministic)
+
+  # --- their parts: what is sent is put together, moves, and is taken apart ---
+
+  def packed(self, x: Any) -> Any:
+    """What a rank sends of its rows."""
+    if self._is_all_gather:
+      begin, end = self._part
+      return x[begin:end]
+    return _take(x, self._send_index)
+
+  def move(self, sent: Any) -> Any:
+    """The communication of `cast`, and nothing else."""
+    if self._is_all_gather:
+      return lax.all_gather(sent, self.axis_name, tiled=True) if sent.shape[0] else sent
+    sizes = self.pairs[SEND_SIZES], self.pairs[RECEIVE_SIZES]
+    return self._ragged_all_to_all(sent, *sizes, self.pairs[SEND_PLACES])
+
+  def unpacked(self, x: Any, arrived: Any) -> Any:
+    """A stage's buffer, of what arrived and, where there are no stages, of the rank's own rows."""
     if not self.spec.overlap_degree:
       arrived = jnp.concatenate([x, arrived])
     return _take(arrived, _expanded(self.take_runs, self.spec.capacities.rows))
 
-  def reduce(self, dx: Any, deterministic: bool) -> Any:
-    """Gradients of what `cast` returned to those of what it took: the sum over ranks."""
+  def packed_back(self, dx: Any) -> tuple[Any, Any]:
+    """A buffer's gradients: of the rank's own rows, and those that a rank sends back."""
     own = 0 if self.spec.overlap_degree else self.spec.k_local
-    num_rows = own + self._num_arrived
     index = _expanded(self.take_runs, self.spec.capacities.rows)
-    arrived = vary_like(jnp.zeros((num_rows, *dx.shape[1:]), dx.dtype), dx)
+    arrived = vary_like(jnp.zeros((own + self._num_arrived, *dx.shape[1:]), dx.dtype), dx)
     arrived = arrived.at[index].set(dx, mode="drop", unique_indices=True)
+    return arrived[:own], arrived[own:]
+
+  def move_back(self, sent: Any) -> Any:
+    """The communication of `reduce`, and nothing else."""
     if self._is_all_gather:
-      total = self._scatter(arrived[own:])
+      return lax.psum_scatter(sent, self.axis_name, tiled=True) if sent.shape[0] else sent
+    sizes = self.pairs[RECEIVE_SIZES], self.pairs[SEND_SIZES]
+    return self._ragged_all_to_all(sent, *sizes, self.pairs[RECEIVE_PLACES])
+
+  def unpacked_back(self, kept: Any, back: Any, deterministic: bool) -> Any:
+    """Gradients of a rank's rows, from both parts of them."""
+    if self._is_all_gather:
+      begin, end = self._part
+      total = jnp.pad(back, [(begin, self.spec.k_local - end)] + [(0, 0)] * (back.ndim - 1))
     else:
-      total = self._send_back(arrived[own:], deterministic)
-    return arrived[:own] + total if own else total
+      total = self._summed(back, deterministic)
+    return kept + total if kept.shape[0] else total
 
   @property
   def _is_all_gather(self) -> bool:
@@ -83,27 +118,8 @@ class Transfer:
     begin, end = self._part
     return (end - begin) * self.spec.cp_size
 
-  # --- where nearly everything is needed everywhere ---
-
-  def _gather(self, x):
-    begin, end = self._part
-    return lax.all_gather(x[begin:end], self.axis_name, tiled=True) if begin < end else x[:0]
-
-  def _scatter(self, arrived):
-    begin, end = self._part
-    total = lax.psum_scatter(arrived, self.axis_name, tiled=True) if begin < end else arrived
-    return jnp.pad(total, [(begin, self.spec.k_local - end)] + [(0, 0)] * (total.ndim - 1))
-
-  # --- where only some rows are ---
-
-  def _send(self, x):
-    sent = _take(x, self._send_index)
-    sizes = self.pairs[SEND_SIZES], self.pairs[RECEIVE_SIZES]
-    return self._ragged_all_to_all(sent, *sizes, self.pairs[SEND_PLACES])
-
-  def _send_back(self, arrived, deterministic):
-    sizes = self.pairs[RECEIVE_SIZES], self.pairs[SEND_SIZES]
-    back = self._ragged_all_to_all(arrived, *sizes, self.pairs[RECEIVE_PLACES])
+  def _summed(self, back, deterministic):
+    """What came back, each row of it added to the one that it is the gradient of."""
     total = vary_like(jnp.zeros((self.spec.k_local, *back.shape[1:]), back.dtype), back)
     if not deterministic:
       return total.at[self._send_index].add(back, mode="drop")

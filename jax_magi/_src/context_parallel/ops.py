@@ -16,6 +16,12 @@ from jax_magi._src.attention import ops
 from jax_magi._src.attention.merge import merge_attention
 from jax_magi._src.context_parallel.exchange import transfers_of
 from jax_magi._src.context_parallel.key import DistAttnKey
+from jax_magi._src.context_parallel.schedule import (
+  backward_steps,
+  part_of_rows,
+  side_by_side,
+  slices_of_rows,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +32,7 @@ class RankConfig:
   backward: ops.AttentionConfig
   axis_name: str
   keep_remote_kv: bool = False
+  kernel_barrier: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -48,30 +55,38 @@ def rank_attention(config: RankConfig, q, k, v, key: DistAttnKey, sink):
 
 
 def _forward(config: RankConfig, q, k, v, key, sink):
-  stages = _stages(config, k, v, key)
-  # Results of several stages are rounded once, when they are one.
-  out_dtype = np.float32 if len(stages) > 1 else None
-  outs: list[Any] = []
-  lses: list[Any] = []
-  maxima: list[Any] = []
-  for number, (stage_k, stage_v) in enumerate(stages):
+  both = _joined(k, v)
+  transfers = transfers_of(key, config.axis_name)
+  stages = [(k, v)]
+  if not key.spec.overlap_degree:
+    stages = [_parted(transfer.cast(both), k, v) for transfer in transfers]
+  if not key.spec.overlap_degree or key.spec.cp_size == 1:
+    transfers = []
+
+  def attend(number, slices):
     # The sink takes part in one stage's softmax, and so in their union's.
     stage_sink = sink if number == 0 else jnp.full_like(sink, -jnp.inf)
-    operands = (q, stage_k, stage_v, key.slices[0, number], stage_sink)
+    operands = (q, *stages[number], slices, stage_sink)
+    # Results of several stages are rounded once, when they are one.
+    out_dtype = np.float32 if transfers else None
     results = ops.forward(config.forward, *(x[None] for x in operands), out_dtype=out_dtype)
-    for values, result in zip((outs, lses, maxima), results, strict=True):
-      values.append(result[0])
-  out, lse = (outs[0], lses[0]) if len(stages) == 1 else merge_attention(outs, lses)
+    return tuple(x[0] for x in results)
+
+  results: list[Any] = []
+  for number, transfer in enumerate([*transfers, None]):
+    kernel = functools.partial(attend, number)
+    sent = transfer.packed(both) if transfer else None
+    move = transfer.move if transfer else None
+    slices = key.slices[0, number]
+    results, result, arrived = side_by_side(
+      results, kernel, slices, move, sent, with_barrier=config.kernel_barrier
+    )
+    results.append(result)
+    if transfer:
+      stages.append(_parted(transfer.unpacked(both, arrived), k, v))
+  outs, lses, maxima = zip(*results, strict=True)
+  out, lse = merge_attention(outs, lses) if transfers else (outs[0], lses[0])
   return (out.astype(q.dtype), lse, functools.reduce(jnp.maximum, maxima)), stages
-
-
-def _stages(config: RankConfig, k, v, key) -> list[tuple[Any, Any]]:
-  """Keys and values of each stage. Transfers depend on nothing but k and v."""
-  if key.spec.cp_size == 1 and key.spec.overlap_degree:
-    return [(k, v)]
-  both = _joined(k, v)
-  remote = [_parted(transfer.cast(both), k, v) for transfer in transfers_of(key, config.axis_name)]
-  return [(k, v), *remote] if key.spec.overlap_degree else remote
 
 
 def _rank_attention_fwd(config: RankConfig, q, k, v, key, sink):
@@ -89,24 +104,61 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   dsink = -jnp.sum(ops.sink_probability(sink[None], lse[None])[0] * row_delta, axis=0)
   # Behind a barrier, or XLA would keep what the forward pass fetched, instead of fetching it anew.
   k, v, dout = lax.optimization_barrier((k, v, dout))
-  stages = kept or _stages(config, k, v, key)
   transfers = transfers_of(key, config.axis_name)
-  dq, dk_dv = [], []
-  for number, (stage_k, stage_v) in enumerate(stages):
-    operands = (q, stage_k, stage_v, dout, lse, row_delta, key.slices[0, number])
-    stage_dq, dk, dv = (
-      x[0]
-      for x in ops.backward(config.backward, *(x[None] for x in operands), grad_dtype=np.float32)
+  queries = (q, dout, lse, row_delta)
+  if not key.spec.overlap_degree:
+    ((stage_k, stage_v),) = kept or [_parted(transfers[0].cast(_joined(k, v)), k, v)]
+    dq, gradient = _stage_backward(config, queries, stage_k, stage_v, key.slices[0, 0])
+    dk_dv = transfers[0].reduce(gradient, config.backward.deterministic)
+  elif key.spec.cp_size == 1:
+    dq, dk_dv = _stage_backward(config, queries, k, v, key.slices[0, 0])
+  else:
+    dq, dk_dv = _staged_backward(config, queries, k, v, key, transfers, kept)
+  dk, dv = _parted(dk_dv, k, v)
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
+
+
+def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
+  """float32 dq, and dk and dv as one array of rows; `BackwardStep`s tell the order."""
+  both = _joined(k, v)
+  stages: dict[int, tuple[Any, Any]] = dict(enumerate(kept or [(k, v)]))
+  gradients: dict[int, Any] = {}  # By stage, of its keys and values; in the end, of the rank's own.
+  dq: dict[int, list[Any]] = {}  # By stage, of each part of the queries.
+  for step in backward_steps(key.spec.overlap_degree, is_fetching=kept is None):
+    rows = slice(*part_of_rows(queries[0].shape[0], step.part, step.num_parts))
+    operands = tuple(x[rows] for x in queries), *stages[step.stage]
+    kernel = functools.partial(_stage_backward, config, *operands)
+    slices = slices_of_rows(key.slices[0, step.stage], rows)
+    move = sent = own = None
+    if step.cast is not None:
+      move, sent = transfers[step.cast - 1].move, transfers[step.cast - 1].packed(both)
+    if step.reduce is not None:
+      move = transfers[step.reduce - 1].move_back
+      own, sent = transfers[step.reduce - 1].packed_back(gradients.pop(step.reduce))
+    (gradients, dq), result, arrived = side_by_side(
+      (gradients, dq), kernel, slices, move, sent, with_barrier=config.kernel_barrier
     )
-    dq.append(stage_dq)
-    gradient = _joined(dk, dv)
-    if key.spec.overlap_degree and number == 0:  # The rank's own.
-      dk_dv.append(gradient)
-    else:
-      transfer = transfers[number - min(key.spec.overlap_degree, 1)]
-      dk_dv.append(transfer.reduce(gradient, config.backward.deterministic))
-  dk, dv = _parted(sum(dk_dv), k, v)
-  return sum(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
+    if step.cast is not None:
+      stages[step.cast] = _parted(transfers[step.cast - 1].unpacked(both, arrived), k, v)
+    if step.reduce is not None:
+      deterministic = config.backward.deterministic
+      home = transfers[step.reduce - 1].unpacked_back(own, arrived, deterministic)
+      gradients[step.reduce] = home
+    part_dq, gradient = result
+    dq.setdefault(step.stage, []).append(part_dq)
+    before = gradients.get(step.stage)
+    gradients[step.stage] = gradient if before is None else before + gradient
+  return sum(map(jnp.concatenate, dq.values())), sum(gradients.values())
+
+
+def _stage_backward(config: RankConfig, queries, k, v, slices):
+  """float32 dq, and dk and dv as one array of rows."""
+  q, dout, lse, row_delta = queries
+  operands = (q, k, v, dout, lse, row_delta, slices)
+  dq, dk, dv = (
+    x[0] for x in ops.backward(config.backward, *(x[None] for x in operands), grad_dtype=np.float32)
+  )
+  return dq, _joined(dk, dv)
 
 
 rank_attention.defvjp(_rank_attention_fwd, _rank_attention_bwd)

@@ -11,8 +11,6 @@ What an operand means is the same for every backend, and stands in `cc/attention
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -24,6 +22,11 @@ from jax_magi._src.native.call import native_call
 
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
+
+# How others tell the calls: the text of a compiled program has the targets, a profile of CPUs only
+# the instructions' names, that of JAX's primitive and a number.
+TARGETS = (_FORWARD, _BACKWARD)
+INSTRUCTION_NAME = "ffi_call"
 
 
 def plan_tiles(
@@ -219,17 +222,15 @@ def backward(
     alibi_slopes=alibi_slopes,
     wants=wants,
   )
-  num_parts = needs.num_dkv_parts
-  part_dtype = grad_dtype if num_parts == 1 else np.float32
   nothing = (0,), np.float32
   dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
-  dq, *parts, dbias, dslopes, _ = native_call(
+  dq, dk, dv, dbias, dslopes, _ = native_call(
     _BACKWARD,
     (q, k, v, dout, lse, delta, slices, *_terms(bias, alibi_slopes), tile_list),
     [
       (q.shape, np.float32 if needs.is_dq_summed else grad_dtype),
-      ((num_parts * k.shape[0], *k.shape[1:]), part_dtype),
-      ((num_parts * v.shape[0], *v.shape[1:]), part_dtype),
+      (k.shape, grad_dtype),
+      (v.shape, grad_dtype),
       (bias.shape, dbias_dtype) if "bias" in wants else nothing,
       (alibi_slopes.shape, np.float32) if "alibi_slopes" in wants else nothing,
       ((needs.workspace_bytes,), np.uint8),
@@ -240,13 +241,10 @@ def backward(
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(needs.tile_stamp),
   )
-  if num_parts > 1:
-    # They are added one by one: XLA would choose the order of a sum anew for each program.
-    parts = [functools.reduce(operator.add, jnp.split(x, num_parts)) for x in parts]
   if needs.is_dq_summed:
-    dq = dq * np.float32(softmax_scale)  # XLA does this in whatever reads dq next.
-  pairs = zip((dq, *parts), dims, strict=True)
-  gradients = [x.astype(grad_dtype)[..., :dim] for x, dim in pairs]
+    # XLA does this in whatever reads dq next.
+    dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
+  gradients = [x[..., :dim] for x, dim in zip((dq, dk, dv), dims, strict=True)]
   if "bias" in wants:
     gradients.append(dbias.astype(bias.dtype))
   if "alibi_slopes" in wants:

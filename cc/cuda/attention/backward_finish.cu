@@ -1,0 +1,146 @@
+#include "cc/cuda/attention/backward_finish.h"
+#include "cc/cuda/attention/early_launch.h"
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/online_softmax.cuh"
+
+namespace jax_magi::cuda {
+namespace {
+
+constexpr int kThreads = 256, kRowsPerBlock = kThreads / 4;
+
+struct FinishArgs {
+  DqSum sum;
+  void* dq;  // [batch, q_len, num_q_heads, head_dim]
+  int q_len, num_rows, num_q_heads, head_dim;
+  uint32_t num_row_blocks, num_dq_blocks;
+  float scale;
+  DkvParts parts;
+  void *dk, *dv;
+  int64_t dk_size, dv_size;  // Elements of one part.
+};
+
+// Eight dims of a row.
+template <typename Element>
+__device__ __forceinline__ void StoreEight(Element* to, const float (&x)[8]) {
+  *reinterpret_cast<uint4*>(to) =
+      make_uint4(PackPair<Element>(x[0], x[1]), PackPair<Element>(x[2], x[3]),
+                 PackPair<Element>(x[4], x[5]), PackPair<Element>(x[6], x[7]));
+}
+template <>
+__device__ __forceinline__ void StoreEight<float>(float* to, const float (&x)[8]) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+// A block of threads has 64 rows of a panel, a thread 8 dims of two.
+template <typename Element>
+__device__ __forceinline__ void FinishDq(const FinishArgs& args) {
+  // Panels of all heads side by side, as the rows of dq have them.
+  const uint32_t per_batch = args.num_q_heads * args.sum.num_panels;
+  const int panels = blockIdx.x % per_batch;
+  const uint32_t row_block = blockIdx.x / per_batch;
+  const int batch = row_block / args.num_row_blocks;
+  const int query = row_block % args.num_row_blocks * kRowsPerBlock + threadIdx.x / 8 * 2;
+  if (query >= args.q_len) return;
+  const int head = panels / args.sum.num_panels, panel = panels % args.sum.num_panels;
+  const int dim = threadIdx.x % 8 * 8;  // Of the panel's.
+  const float* rows = args.sum.data + (int64_t{batch} * per_batch + panels) * args.num_rows * 64;
+  float x[2][8];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Four dims of two queries.
+    const auto* chunk = reinterpret_cast<const float4*>(rows + DqSumPlace(query, dim + 4 * half));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 word = chunk[i];
+      x[0][4 * half + 2 * i] = word.x * args.scale;
+      x[1][4 * half + 2 * i] = word.y * args.scale;
+      x[0][4 * half + 2 * i + 1] = word.z * args.scale;
+      x[1][4 * half + 2 * i + 1] = word.w * args.scale;
+    }
+  }
+  if (panel * 64 + dim >= args.head_dim) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (query + r >= args.q_len) break;
+    const int64_t row = (int64_t{batch} * args.q_len + query + r) * args.num_q_heads + head;
+    StoreEight(static_cast<Element*>(args.dq) + row * args.head_dim + panel * 64 + dim, x[r]);
+  }
+}
+
+// Sums eight elements of the parts, in order.
+template <typename Element>
+__device__ __forceinline__ void SumParts(const float* parts, int num_parts, int64_t size, void* out,
+                                         int64_t first) {
+  float x[8] = {};
+  for (int part = 0; part < num_parts; ++part) {
+    const auto* from = reinterpret_cast<const float4*>(parts + part * size + first);
+    const float4 words[2] = {from[0], from[1]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[4 * i] += words[i].x;
+      x[4 * i + 1] += words[i].y;
+      x[4 * i + 2] += words[i].z;
+      x[4 * i + 3] += words[i].w;
+    }
+  }
+  StoreEight(static_cast<Element*>(out) + first, x);
+}
+
+template <typename Element>
+__device__ __forceinline__ void FinishDkv(const FinishArgs& args) {
+  int64_t first = (int64_t{blockIdx.x - args.num_dq_blocks} * kThreads + threadIdx.x) * 8;
+  const DkvParts& parts = args.parts;
+  if (first < args.dk_size) {
+    SumParts<Element>(parts.data, parts.num_parts, args.dk_size, args.dk, first);
+  } else if ((first -= args.dk_size) < args.dv_size) {
+    SumParts<Element>(parts.data + parts.num_parts * args.dk_size, parts.num_parts, args.dv_size,
+                      args.dv, first);
+  }
+}
+
+template <typename Element>
+__global__ void __launch_bounds__(kThreads) FinishBackwardKernel(FinishArgs args) {
+  WaitForPreviousKernel();
+  LetNextKernelStart();
+  if (blockIdx.x < args.num_dq_blocks) {
+    FinishDq<Element>(args);
+  } else {
+    FinishDkv<Element>(args);
+  }
+}
+
+}  // namespace
+
+cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const DkvParts& parts,
+                           cudaStream_t stream) {
+  const AttentionShape& shape = args.shape;
+  const int64_t num_row_blocks = (shape.q_len + kRowsPerBlock - 1) / kRowsPerBlock;
+  const int64_t num_dq_blocks = shape.batch * shape.num_q_heads * sum.num_panels * num_row_blocks;
+  const int64_t num_keys = parts.num_parts > 1 ? shape.batch * shape.k_len * shape.num_kv_heads : 0;
+  const int64_t dk_size = num_keys * shape.head_dim, dv_size = num_keys * shape.value_dim;
+  const int64_t num_dkv_blocks = (dk_size + dv_size + 8 * kThreads - 1) / (8 * kThreads);
+  if (num_dq_blocks + num_dkv_blocks == 0) return cudaSuccess;
+  const FinishArgs finish{sum,
+                          args.dq,
+                          static_cast<int>(shape.q_len),
+                          DqSumRows(shape.q_len),
+                          static_cast<int>(shape.num_q_heads),
+                          static_cast<int>(shape.head_dim),
+                          static_cast<uint32_t>(num_row_blocks),
+                          static_cast<uint32_t>(num_dq_blocks),
+                          args.params.softmax_scale,
+                          parts,
+                          args.dk,
+                          args.dv,
+                          dk_size,
+                          dv_size};
+  // Gradients are all of one dtype.
+  const auto kernel = args.dkv_dtype == DType::kF32    ? FinishBackwardKernel<float>
+                      : args.dkv_dtype == DType::kBF16 ? FinishBackwardKernel<cutlass::bfloat16_t>
+                                                       : FinishBackwardKernel<cutlass::half_t>;
+  return LaunchEarly(kernel, static_cast<int>(num_dq_blocks + num_dkv_blocks), kThreads, 0, stream,
+                     finish);
+}
+
+}  // namespace jax_magi::cuda

@@ -1,0 +1,57 @@
+// The float32 sum of dQ in the workspace: what blocks of threads add to, each a run of rows of a
+// panel at a time.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_DQ_SUM_H_
+#define JAX_MAGI_CUDA_ATTENTION_DQ_SUM_H_
+
+#include "cc/attention.h"
+
+namespace jax_magi::cuda {
+
+// [batch, num_q_heads, num_panels, rows, 64], without softmax_scale: DqSumRows(q_len) rows, two by
+// two as DqSumPlace says.
+struct DqSum {
+  float* data;
+  int num_panels;  // Of 64 dims; 0: dq is not summed.
+};
+
+// Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries / 8].
+struct alignas(64) QueryStatistic {
+  // -lse, in units of scores or of exponents of 2; -inf for rows that see nothing, and past the
+  // last: their probabilities are then 0.
+  float start[8];
+  float delta[8];
+};
+
+// Blocks of queries begin at multiples of this.
+constexpr int kQueryAlignment = 8;
+
+JAX_MAGI_INLINE int AlignQuery(int query) {
+  return (query + kQueryAlignment - 1) / kQueryAlignment * kQueryAlignment;
+}
+
+inline int DqSumRows(int64_t q_len) { return AlignQuery(static_cast<int>(q_len)); }
+
+// Statistics of a head, so many that no block of queries reaches past them.
+inline int PaddedQueries(int64_t q_len) {
+  constexpr int kLongestBlock = 128;
+  return Max(AlignQuery(static_cast<int>(q_len)), kLongestBlock);
+}
+
+inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
+  if (num_panels == 0) return 0;
+  const int64_t num_rows = shape.batch * shape.num_q_heads * num_panels * DqSumRows(shape.q_len);
+  return num_rows * 64 * sizeof(float);
+}
+
+// Where a panel has an element, from the first of the query's 8. A thread has it for two queries,
+// which lie side by side; and what a warp stores at once, of every second query of eight, lies in
+// different banks.
+JAX_MAGI_INLINE int DqSumPlace(int query, int dim) {
+  const int pair = query / 2;
+  return pair * 128 + ((dim / 4) ^ (pair % 4)) * 8 + dim % 4 * 2 + query % 2;
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_DQ_SUM_H_

@@ -1,0 +1,166 @@
+#include <mutex>
+
+#include "cc/cuda/overlap/overlap.h"
+
+namespace jax_magi::cuda {
+namespace {
+
+// With so much shared memory, a block of threads is alone on its multiprocessor.
+constexpr int kAloneBytes = 200 * 1024;
+
+// --- The barrier ---
+
+constexpr int kNumProbes = 32;
+// Nanoseconds in which all blocks of a probe come up, if nothing is in their way.
+constexpr uint64_t kPatience = 4000;
+
+struct BarrierState {
+  int num_arrived[kNumProbes];
+  int is_taken;  // Somebody else has a multiprocessor.
+};
+
+__device__ __forceinline__ uint64_t Nanoseconds() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+// A grid of kNumProbes probes, one block of threads for each multiprocessor in each of them. Where
+// all blocks of a probe are there at once, nobody else is: they leave, and communication that waits
+// may come in before the next probe: its stream has the higher priority. Where some are missing for
+// long, their places are taken.
+__global__ void KernelBarrierKernel(BarrierState* state, int num_sms) {
+  if (threadIdx.x != 0) return;
+  auto* is_taken = const_cast<volatile int*>(&state->is_taken);
+  int* const num_arrived = &state->num_arrived[blockIdx.x / num_sms];
+  if (*is_taken != 0) return;
+  atomicAdd(num_arrived, 1);
+  int count = 0;
+  uint64_t last_change = Nanoseconds();
+  while (*is_taken == 0) {
+    const int now = *const_cast<volatile int*>(num_arrived);
+    if (now == num_sms) return;
+    if (now != count) {
+      count = now;
+      last_change = Nanoseconds();
+    } else if (Nanoseconds() - last_change > kPatience) {
+      *is_taken = 1;
+    }
+  }
+}
+
+// --- The stand-in ---
+
+constexpr int kCopyThreads = 512;
+
+__global__ void DelayKernel(uint64_t nanoseconds) {
+  for (const uint64_t begin = Nanoseconds(); Nanoseconds() - begin < nanoseconds;) {
+  }
+}
+
+__global__ void __launch_bounds__(kCopyThreads)
+    StandInCommunicationKernel(const uint4* src, uint4* dst, int64_t count, int num_rounds) {
+  const int64_t step = int64_t{gridDim.x} * kCopyThreads;
+  for (int round = 0; round < num_rounds; ++round) {
+    for (int64_t i = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; i < count; i += step) {
+      uint4 x;
+      // Volatile, and past the first cache: each round is to move the bytes again.
+      asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                   : "l"(src + i)
+                   : "memory");
+      asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst + i), "r"(x.x),
+                   "r"(x.y), "r"(x.z), "r"(x.w)
+                   : "memory");
+    }
+  }
+}
+
+// One for each device, for ever: it is for experiments.
+struct SideStream {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begin, end;
+};
+
+cudaError_t SideStreamOfDevice(SideStream** side) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static SideStream sides[kMaxDevices];
+  const std::lock_guard<std::mutex> lock(mutex);
+  int device, least, greatest;
+  cudaError_t code = cudaGetDevice(&device);
+  if (code == cudaSuccess && device >= kMaxDevices) code = cudaErrorInvalidDevice;
+  if (code != cudaSuccess) return code;
+  *side = &sides[device];
+  if ((*side)->stream != nullptr) return cudaSuccess;
+  code = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  for (cudaEvent_t* event : {&(*side)->begin, &(*side)->end}) {
+    if (code == cudaSuccess) code = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  }
+  if (code != cudaSuccess) return code;
+  return cudaStreamCreateWithPriority(&(*side)->stream, cudaStreamNonBlocking, greatest);
+}
+
+template <typename... Params, typename... Args>
+Status LaunchAlone(void (*kernel)(Params...), int num_blocks, int num_threads, int cluster_size,
+                   cudaStream_t stream, const Args&... args) {
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAloneBytes));
+  if (cluster_size > 8) {
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(num_blocks);
+  config.blockDim = dim3(num_threads);
+  config.dynamicSmemBytes = kAloneBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster_size > 1 ? 1 : 0;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaLaunchKernelEx(&config, kernel, args...));
+  return {};
+}
+
+}  // namespace
+
+int64_t KernelBarrierWorkspace() { return sizeof(BarrierState); }
+
+Status KernelBarrier(void* workspace, cudaStream_t stream) {
+  int device, num_sms;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(workspace, 0, sizeof(BarrierState), stream));
+  return LaunchAlone(KernelBarrierKernel, kNumProbes * num_sms, 32, /*cluster_size=*/1, stream,
+                     static_cast<BarrierState*>(workspace), num_sms);
+}
+
+Status StartStandIn(const StandIn& stand_in, cudaStream_t stream) {
+  SideStream* side;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(SideStreamOfDevice(&side));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->begin, stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side->stream, side->begin));
+  if (stand_in.delay_us > 0) {
+    DelayKernel<<<1, 32, 0, side->stream>>>(uint64_t{1000} * stand_in.delay_us);
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  }
+  const Status status = LaunchAlone(
+      StandInCommunicationKernel, stand_in.num_sms, kCopyThreads, stand_in.cluster_size,
+      side->stream, static_cast<const uint4*>(stand_in.src), static_cast<uint4*>(stand_in.dst),
+      stand_in.num_bytes / static_cast<int64_t>(sizeof(uint4)), stand_in.num_rounds);
+  if (status.message != nullptr) return status;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->end, side->stream));
+  return {};
+}
+
+Status WaitForStandIn(cudaStream_t stream) {
+  SideStream* side;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(SideStreamOfDevice(&side));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, side->end));
+  return {};
+}
+
+}  // namespace jax_magi::cuda

@@ -1,0 +1,129 @@
+"""The command line: `python -m jax_magi.overlap`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_magi._src.overlap.flags import flags_text
+from jax_magi._src.overlap.measure import Overlap, StepOverlap, measure, total_of
+from jax_magi._src.overlap.plot import save_picture
+from jax_magi._src.overlap.report import schedule_json, schedule_text, trace_json, trace_text
+from jax_magi._src.overlap.schedule import read_schedule
+from jax_magi._src.overlap.trace import Trace, read_trace
+
+_PICTURE = "overlap.png"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command, and returns its exit status.
+
+  That is 0; 1 if less is hidden than `--require-hidden`; 2 if there is nothing to report on.
+  """
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  if [options.trace is None, options.hlo is None, not options.flags].count(False) != 1:
+    parser.error("give one of TRACE, --hlo FILE and --flags")
+  if options.flags:
+    jax.config.update("jax_platforms", "cpu")  # Which it is does not matter to the flags.
+    print(flags_text())
+    return 0
+  if options.hlo and (options.png or options.step or options.no_png):
+    parser.error("--png, --no-png and --step are for a TRACE: a schedule has no times to draw")
+  try:
+    overlap, figures = _of_schedule(options.hlo) if options.hlo else _of_trace(options)
+    if options.json:
+      Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+  except (ValueError, OSError) as error:
+    print(f"jax_magi.overlap: {error}", file=sys.stderr)
+    return 2
+  if options.require_hidden is None or overlap.hidden_share >= options.require_hidden:
+    return 0
+  share = f"{overlap.hidden_share:.4f} of communication is hidden"
+  print(f"jax_magi.overlap: {share}, less than {options.require_hidden}", file=sys.stderr)
+  return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m jax_magi.overlap",
+    description="How much communication runs beside attention kernels, in a profile that "
+    "jax.profiler wrote (TRACE), or by the order of a compiled program (--hlo).",
+    epilog="Exit status: 0; 1 if less is hidden than --require-hidden; 2 if the input cannot be "
+    "used, with a message that says why.",
+  )
+  parser.add_argument(
+    "trace",
+    metavar="TRACE",
+    nargs="?",
+    help="the folder given to jax.profiler.trace (its newest profile is read), or an .xplane.pb",
+  )
+  parser.add_argument("--hlo", metavar="FILE", help="the text of compiled.as_text()")
+  parser.add_argument(
+    "--flags", action="store_true", help="print the XLA_FLAGS that we recommend, and no more"
+  )
+  parser.add_argument("--json", metavar="FILE", help="write all figures there")
+  parser.add_argument("--png", metavar="FILE", help=f"where the picture goes ({_PICTURE})")
+  parser.add_argument("--no-png", action="store_true", help="draw none")
+  parser.add_argument(
+    "--step", metavar="N", help="the step to draw, its number or name (the last one)"
+  )
+  parser.add_argument(
+    "--require-hidden",
+    metavar="SHARE",
+    type=_share,
+    help="exit with 1 if less of the communication (time, or bytes of a schedule) is hidden",
+  )
+  return parser
+
+
+def _share(text: str) -> float:
+  value = float(text)
+  if not 0 <= value <= 1:
+    raise argparse.ArgumentTypeError(f"must be from 0 to 1, got {text}")
+  return value
+
+
+def _of_schedule(path: str) -> tuple[Overlap, dict[str, Any]]:
+  schedule = read_schedule(path)
+  print(schedule_text(schedule))
+  return schedule.overlap, schedule_json(schedule)
+
+
+def _of_trace(options: argparse.Namespace) -> tuple[Overlap, dict[str, Any]]:
+  trace = read_trace(options.trace)
+  steps = [measure(step) for step in trace.steps]
+  drawn = _step_to_draw(trace, steps, options.step)
+  print(trace_text(trace, steps))
+  if not options.no_png:
+    _draw(drawn, options.png)
+  return total_of(step.overlap for step in steps), trace_json(trace, steps)
+
+
+def _step_to_draw(trace: Trace, steps: Sequence[StepOverlap], wanted: str | None) -> StepOverlap:
+  """Of the devices that ran the step, the one whose communication was exposed the longest."""
+  labels = trace.labels
+  if wanted is not None:
+    labels = [label for label in labels if wanted in (label, label.rpartition(" ")[2])]
+    if not labels:
+      raise ValueError(f"there is no step {wanted}: there are {', '.join(trace.labels)}")
+  candidates = [step for step in steps if step.step.label == labels[-1]]
+  return max(candidates, key=lambda step: step.overlap.exposed)
+
+
+def _draw(step: StepOverlap, path: str | None) -> None:
+  if importlib.util.find_spec("matplotlib") is None:
+    message = "a picture needs matplotlib: pip install 'jax-magi[plot]'"
+    if path is not None:
+      raise ValueError(message)
+    print(f"note: {message}")
+    return
+  save_picture(step.step, path or _PICTURE)
+  print(f"picture of {step.step.label} of {step.step.device}: {path or _PICTURE}")

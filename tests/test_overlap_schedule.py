@@ -1,0 +1,332 @@
+"""What the overlap tool says of the order of compiled programs."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_magi
+from jax_magi import overlap
+from jax_magi._src.overlap.hlo_text import num_bytes, parse
+from tests.cp_runs import make_mesh
+
+# The entry computations of programs for eight GPUs, compiled on a Hopper GPU (tests/eight_gpus.py);
+# without metadata, and without the computations of fusions.
+DATA = Path(__file__).parent / "data"
+
+
+def _program(*lines, computations=()):
+  """A scheduled module whose entry has these instructions."""
+  entry = "\n".join(f"  {line}" for line in lines)
+  before = "\n\n".join(computations)
+  return (
+    "HloModule step, is_scheduled=true, entry_computation_layout={()->f32[8]{0}}\n\n"
+    f"{before}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0}} parameter(0)\n"
+    f"{entry}\n}}\n"
+  )
+
+
+def _computation(name, *lines):
+  inside = "\n".join(f"  {line}" for line in lines)
+  return f"%{name} (x: f32[8]) -> f32[8] {{\n  %x.{name} = f32[8]{{0}} parameter(0)\n{inside}\n}}"
+
+
+def _attention(name, operand="p", more=""):
+  target = 'custom_call_target="jax_magi_attention_forward"'
+  return f"%{name} = (f32[8]{{0}}, u8[4]{{0}}) custom-call(%{operand}), {target}{more}"
+
+
+def _start(name="all-gather-start", operand="p", more=""):
+  opcode = name.partition(".")[0]
+  return f"%{name} = ((f32[8]{{0}}), f32[64]{{0}}) {opcode}(%{operand}), dimensions={{0}}{more}"
+
+
+def _done(name="all-gather-done", start="all-gather-start"):
+  return f"%{name} = f32[64]{{0}} {name.partition('.')[0]}(%{start})"
+
+
+def _only(text):
+  (collective,) = overlap.schedule_of(text).collectives
+  return collective
+
+
+# Programs that were compiled.
+
+
+def _summary(schedule):
+  return [
+    (c.name, c.num_bytes, c.is_async, [name.split()[0] for name in c.attention], c.num_others)
+    for c in schedule.collectives
+  ]
+
+
+def test_transfers_of_what_is_needed():
+  schedule = overlap.read_schedule(DATA / "eight_gpus_overlap_2.hlo.txt")
+  keys, gradients = 2048 * 512 * 2, 2048 * 512 * 4
+  assert _summary(schedule) == [
+    ("ragged-all-to-all.1.2", keys, False, [], 0),
+    ("ragged-all-to-all.6", keys, False, [], 0),
+    ("ragged-all-to-all-start.3", gradients, True, [], 1),
+    ("ragged-all-to-all-start.2", gradients, True, ["ffi_call.99"], 1),
+    ("all-reduce-start.1", 32, True, [], 2),
+    ("all-reduce.3", 4, False, [], 0),
+  ]
+  assert schedule.num_attention == 6
+  first = schedule.collectives[0]
+  assert (first.after, first.before) == ("loop_convert_fusion", "loop_slice_fusion")
+  assert first.independent_attention == ("ffi_call.96 (attention_forward)",)
+  hidden = schedule.overlap
+  assert (hidden.attention, hidden.other) == (gradients, 0)
+  assert hidden.exposed == 2 * keys + gradients + 36
+
+
+def test_all_gather():
+  schedule = overlap.read_schedule(DATA / "eight_gpus_all_gather.hlo.txt")
+  assert _summary(schedule) == [
+    ("all-gather-start", 2 * 4096 * 512 * 2, True, [], 10),
+    ("all-reduce-start", 4, True, [], 2),
+    ("reduce-scatter-start", 2 * 512 * 512 * 4, True, ["ffi_call.99"], 2),
+    ("all-reduce-start.1", 32, True, [], 1),
+  ]
+
+
+def test_program_for_cpus():
+  """Collectives are synchronous there, but each could run beside attention."""
+  mesh = make_mesh(cp=8)
+  key = jax_magi.magi_attn_varlen_key([0, 70, 128], causal=True, cp_size=8, overlap_degree=2)
+
+  def loss(q, k, v, key):
+    return jax_magi.context_parallel_attention(q, k, v, key, mesh=mesh)[0].sum()
+
+  sharding = NamedSharding(mesh, P("cp"))
+  operands = [
+    jax.ShapeDtypeStruct((128, heads, 16), jnp.float32, sharding=sharding) for heads in (4, 2, 2)
+  ]
+  compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*operands, key).compile()
+  schedule = overlap.schedule_of(compiled.as_text())
+  assert schedule.num_attention == 6  # Three stages, forward and backward.
+  transfers = [c for c in schedule.collectives if c.num_bytes > 1000]
+  assert len(transfers) == 4  # Of two stages, forward and backward.
+  assert not any(c.is_async or c.attention for c in transfers)
+  assert all(c.independent_attention for c in transfers)
+
+
+# Programs that are written here.
+
+
+def test_attention_between_start_and_done_counts():
+  between = _only(_program(_start(), _attention("a"), _done()))
+  assert between.attention == ("a (attention_forward)",)
+  assert between.num_bytes == 256
+  assert between.is_async
+  before = _only(_program(_attention("a"), _start(), _done()))
+  assert before.attention == ()
+  assert (before.after, before.before) == ("a (attention_forward)", "the end")
+  after = _only(_program(_start(), _done(), _attention("a")))
+  assert (after.after, after.before) == ("the beginning", "a (attention_forward)")
+
+
+def test_names_without_percent_signs():
+  control = ", control-predecessors={%all-gather-start}"
+  text = _program(_start(), _attention("a", more=control), _done())
+  assert _only(text).independent_attention == ()
+  assert _only(text.replace("%", "")) == _only(text)
+
+
+def test_a_pair_that_is_marked_synchronous_is():
+  sync = ', backend_config={"collective_backend_config":{"is_sync":true}}'
+  collective = _only(_program(_start(more=sync), _attention("a"), _done()))
+  assert not collective.is_async
+  assert collective.attention == ()
+  assert collective.before == "a (attention_forward)"
+
+
+def test_collectives_wrapped_in_calls():
+  inner = "%inner = f32[64]{0} ragged-all-to-all(%x.wrapped)"
+  start = "%s = ((f32[8]{0}), f32[64]{0}) async-start(%p), calls=%wrapped"
+  update = "%u = ((f32[8]{0}), f32[64]{0}) async-update(%s)"
+  done = "%d = f32[64]{0} async-done(%u)"
+  wrapped = _computation("wrapped", inner)
+  collective = _only(_program(start, _attention("a"), update, done, computations=[wrapped]))
+  assert (collective.name, collective.opcode) == ("s", "ragged-all-to-all")
+  assert collective.num_bytes == 256
+  assert collective.attention == ("a (attention_forward)",)
+
+
+def test_attention_on_another_stream_hides_a_synchronous_collective():
+  stream = _computation("stream", _attention("inner", operand="x.stream"))
+  start = "%s = ((f32[8]{0}), (f32[8]{0}, u8[4]{0})) call-start(%p), to_apply=%stream"
+  done = "%d = (f32[8]{0}, u8[4]{0}) call-done(%s)"
+  sync = "%all-reduce.1 = f32[8]{0} all-reduce(%p), to_apply=%add"
+  collective = _only(_program(start, sync, done, computations=[stream]))
+  assert not collective.is_async
+  assert collective.attention == ("s",)
+
+
+def test_loops_and_branches_have_schedules_of_their_own():
+  body = _computation("body", _start(), _done(), _attention("a", operand="x.body"))
+  branch = _computation("branch", "%all-reduce.2 = f32[8]{0} all-reduce(%x.branch), to_apply=%add")
+  loop = (
+    "%while.1 = f32[8]{0} while(%p), condition=%test, body=%body, "
+    'backend_config={"known_trip_count":{"n":"12"}}'
+  )
+  choice = "%conditional.1 = f32[8]{0} conditional(%p, %p), branch_computations={%branch, %none}"
+  schedule = overlap.schedule_of(
+    _program(
+      _start("collective-permute-start"),
+      loop,
+      _done("collective-permute-done", "collective-permute-start"),
+      choice,
+      computations=[body, branch],
+    )
+  )
+  found = [(c.computation, c.times, bool(c.attention)) for c in schedule.collectives]
+  assert found == [("main", 1, True), ("body", 12, False), ("branch", 1, False)]
+  assert schedule.collectives[0].attention == ("while.1",)
+  assert schedule.overlap == overlap.Overlap(attention=256, exposed=12 * 256 + 32)
+
+
+@pytest.mark.parametrize(
+  "work",
+  [
+    '%m = f32[8]{0} custom-call(%p), custom_call_target="__cublas$lt$matmul"',
+    "%m = f32[8]{0} fusion(%p), kind=kLoop, calls=%product",
+    '%m = f32[8]{0} fusion(%p), kind=kCustom, backend_config={"kind":"__triton_gemm"}',
+  ],
+)
+def test_matmuls_hide_too(work):
+  product = _computation("product", "%d = f32[8]{0} dot(%x.product, %x.product)")
+  text = _program(_start(), work, _done(), _attention("a"), computations=[product])
+  collective = _only(text)
+  assert len(collective.matmuls) == 1
+  assert collective.overlap == overlap.Overlap(other=256)
+
+
+def test_small_instructions_hide_nothing():
+  small = "%f = f32[8]{0} fusion(%p), kind=kLoop, calls=%product"
+  free = "%b = f32[8]{0} bitcast(%p)"
+  collective = _only(_program(_start(), small, free, _done(), _attention("a")))
+  assert collective.num_others == 1
+  assert collective.overlap == overlap.Overlap(exposed=256)
+
+
+def test_independent_attention_neither_needs_nor_is_needed():
+  lines = [
+    _attention("needed"),
+    "%g = f32[8]{0} get-tuple-element(%needed), index=0",
+    _start(operand="g"),
+    _attention("free"),
+    _done(),
+    "%t = f32[8]{0} slice(%all-gather-done)",
+    _attention("needs", operand="t"),
+    _attention("controlled", more=", control-predecessors={%all-gather-done}"),
+  ]
+  collective = _only(_program(*lines))
+  assert collective.independent_attention == ("free (attention_forward)",)
+
+
+def test_a_start_that_ends_elsewhere_runs_to_the_end():
+  collective = _only(_program(_start(), _attention("a")))
+  assert collective.attention == ("a (attention_forward)",)
+
+
+@given(st.data())
+def test_any_order_of_starts_dones_and_attention(data):
+  num = data.draw(st.integers(1, 5))
+  marks = [("start", i) for i in range(num)] + [("done", i) for i in range(num)]
+  marks += [("attention", i) for i in range(data.draw(st.integers(1, 5)))]
+  order = data.draw(st.permutations(marks))
+  place = {mark: index for index, mark in enumerate(order)}
+  # A done that was drawn before its start changes places with it.
+  for i in range(num):
+    a, b = sorted((place["start", i], place["done", i]))
+    order[a], order[b] = ("start", i), ("done", i)
+    place["start", i], place["done", i] = a, b
+  write = {
+    "start": lambda i: _start(f"all-gather-start.{i}"),
+    "done": lambda i: _done(f"all-gather-done.{i}", f"all-gather-start.{i}"),
+    "attention": lambda i: _attention(f"a{i}"),
+  }
+  schedule = overlap.schedule_of(_program(*(write[kind](i) for kind, i in order)))
+  for collective in schedule.collectives:
+    i = int(collective.name.rpartition(".")[2])
+    inside = [n for k, n in order[place["start", i] : place["done", i]] if k == "attention"]
+    assert collective.attention == tuple(f"a{n} (attention_forward)" for n in inside)
+
+
+@pytest.mark.parametrize(
+  ("shape", "expected"),
+  [
+    ("f32[]", 4),
+    ("bf16[2048,512]{1,0:T(8,128)S(1)}", 2 * 2048 * 512),
+    ("(f32[8]{0}, /*index=1*/(pred[3]{0}, s4[3]{0}))", 32 + 3 + 2),
+    ("f8e4m3fn[16]{0}", 16),
+    ("c64[<=4]{0}", 32),
+    ("(f32[0]{0}, token[])", 0),
+  ],
+)
+def test_sizes(shape, expected):
+  assert num_bytes(shape) == expected
+
+
+def test_every_instruction_is_read():
+  text = (DATA / "eight_gpus_overlap_2.hlo.txt").read_text()
+  (instructions,) = parse(text).computations.values()
+  assert len(instructions) == sum(" = " in line for line in text.splitlines()[1:])
+  names = {instruction.name for instruction in instructions}
+  assert all(
+    names >= set(i.operands) for i in instructions if i.opcode not in ("parameter", "constant")
+  )
+
+
+# The command.
+
+
+def _run(*arguments):
+  return overlap.main([str(argument) for argument in arguments])
+
+
+def test_command(tmp_path, capsys):
+  path = DATA / "eight_gpus_overlap_2.hlo.txt"
+  figures = tmp_path / "figures.json"
+  assert _run("--hlo", path, "--json", figures) == 0
+  out = capsys.readouterr().out
+  assert "ragged-all-to-all.6        2.1 MB   sync  nothing" in out
+  assert "of 12.6 MB, 33.3% may run beside attention" in out
+  written = json.loads(figures.read_text())
+  assert written["total"]["attention_bytes"] == 2048 * 512 * 4
+  assert [c["is_exposed"] for c in written["collectives"]] == [True] * 3 + [False] + [True] * 2
+  assert _run("--hlo", path, "--require-hidden", "0.33") == 0
+  assert _run("--hlo", path, "--require-hidden", "0.34") == 1
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("", "is not HLO"),
+    ("#include <vector>\nint main() { return 0; }\n", "is not HLO"),
+    ("module @jit_f attributes {} {\n  func.func public @main() {\n}\n", "is StableHLO"),
+    (_program(_start(), _done()).replace("is_scheduled=true, ", ""), "is not scheduled"),
+    (_program(_start(), _done())[:-4], "ends in the middle of computation main"),
+    ("HloModule empty, is_scheduled=true\n", "has no ENTRY"),
+    (_program(_start()) + _program(_start()), "holds 2 modules"),
+    (_program(_attention("a")), "has no collectives"),
+    (_program(_start(), _done()), "has no attention calls of jax_magi"),
+    (b"\x80\xff\x00", "cannot be read as text"),
+    (None, "cannot be read as text"),
+  ],
+)
+def test_other_files_are_told_what_they_are(tmp_path, capsys, text, message):
+  path = tmp_path / "program.txt"
+  if text is not None:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+  with pytest.raises(ValueError, match=message):
+    overlap.read_schedule(path)
+  assert _run("--hlo", path) == 2
+  assert str(path) in capsys.readouterr().err
