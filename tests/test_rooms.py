@@ -28,9 +28,10 @@ PYTHON = {
 
 # Folder of cc/ -> folders that it includes from; "" is what all share.
 CPP = {
-  "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/softmax"},
+  "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/overlap", "cuda/softmax"},
   "cpu": {""},
   "cuda/attention": {"", "cuda"},
+  "cuda/overlap": {"cuda"},
   "cuda/softmax": {"", "cuda"},
   "cuda": set(),
   "": set(),

@@ -35,8 +35,7 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
                                           *dq, *dk, *dv, *dbias, *dslopes,
-                                          /*is_dq_summed=*/true, softmax_scale, softcap, &args,
-                                          /*num_dkv_parts=*/nullptr));
+                                          /*is_dq_summed=*/true, softmax_scale, softcap, &args));
   if (args.dbias != nullptr && args.dbias_dtype != DType::kF32) {
     return Invalid("jax_magi attention backward", "dbias", "must be float32: it is summed");
   }

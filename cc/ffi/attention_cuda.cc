@@ -75,9 +75,9 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     bool deterministic, int32_t sm_margin, int32_t tile_stamp) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(
-      q, k, v, dout, lse, delta, slices, bias, alibi_slopes, *dq, *dk, *dv, *dbias, *dslopes,
-      /*is_dq_summed=*/false, softmax_scale, softcap, &args, /*num_dkv_parts=*/nullptr));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
+                                          *dq, *dk, *dv, *dbias, *dslopes,
+                                          /*is_dq_summed=*/false, softmax_scale, softcap, &args));
   JAX_MAGI_RETURN_IF_ERROR(RefuseTerms(context, args.bias, args.alibi_slopes));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
                            deterministic};

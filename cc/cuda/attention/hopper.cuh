@@ -184,10 +184,10 @@ __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t
 
 // Adds `num_bytes` of float32 in shared memory to as many in memory.
 __device__ __forceinline__ void ReduceAdd(float* dst, const float* src, uint32_t num_bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   dst),
-               "r"(SharedAddress(src)), "r"(num_bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+      "r"(SharedAddress(src)), "r"(num_bytes)
+      : "memory");
 }
 __device__ __forceinline__ void CommitReduce() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
