@@ -26,7 +26,7 @@ namespace jax_magi::cuda {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    BackwardKernel(const __grid_constant__ BackwardParams params) {
+    BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
   const int thread = threadIdx.x;
@@ -38,6 +38,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitRing(shared.x_full, shared.x_empty, Config::kByKeys ? 1 + 32 : 1, kConsumers);
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
+    if constexpr (Config::kHasTerms) {
+      InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 1);
+    }
     FenceBarrierInit();
   }
   __syncthreads();
@@ -49,6 +52,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       BackwardProducer<Config>{params, shared, thread % 32}.Run();
     } else if (Config::kHasDq && warp < 3) {
       if (thread % 32 == 0) AddDqToMemory<Config>(params, shared, warp - 1);
+    }
+    if constexpr (Config::kHasTerms && Config::kHasDq) {
+      if (warp == 3) {
+        DsStore<Config, BackwardTermsParams, BackwardShared<Config>>{params, shared, thread % 32}
+            .Run(kDsWritten);
+      }
     }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();

@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/backward_kernel.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
-#include "cc/cuda/attention/launch.cuh"
+#include "cc/cuda/attention/terms_launch.cuh"
 
 namespace jax_magi::cuda {
 
@@ -16,9 +16,11 @@ constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, C
 // same queries at about the same time.
 constexpr int64_t kWorkPerSection = 2 * 132;
 
+// The last two arguments are for calls with terms.
 template <typename Config>
 Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
-                          const QueryStatistics& statistics, const LaunchOptions& options) {
+                          const QueryStatistics& statistics, const LaunchOptions& options,
+                          const TermGradients& gradients = {}, bool adds_dq = true) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_row_heads =
@@ -35,7 +37,7 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
                                                   /*has_tile_list=*/false, options.workspace,
                                                   /*max_logits=*/nullptr, options.stream));
   }
-  BackwardParams params;
+  BackwardParamsOf<Config> params;
   params.work = MakeWork(shape, kTiling, args.slices, options, num_packs,
                          static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
 
@@ -82,6 +84,21 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts,
   params.dx = Config::kByKeys ? args.dk : args.dq;
   params.dy = Config::kByKeys ? args.dv : nullptr;
   params.is_float = (Config::kByKeys ? args.dkv_dtype : args.dq_dtype) == DType::kF32;
+  if constexpr (Config::kHasTerms) {
+    params.terms = TermsOf(args);
+    params.gradients = gradients;
+    params.adds_dq = adds_dq;
+    JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
+    if (params.terms.kind == BiasKind::kTiles) {
+      constexpr int kQueries = Config::kByKeys ? Config::kBlockColumns : Config::kBlockRows;
+      JAX_MAGI_RETURN_IF_BAD(
+          MakeBiasMap(shape, args.bias_layout, args.bias, kQueries, &params.bias_map));
+    }
+    if (gradients.dbias != nullptr) {
+      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap(shape, args.bias_layout, gradients.dbias,
+                                         Config::kBlockColumns, &params.dbias_map));
+    }
+  }
 
   constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
