@@ -20,6 +20,7 @@ import numpy as np
 
 import jax_magi
 from benchmarks import timing
+from benchmarks.attention_bias import time_bias
 from jax_magi import AttentionMask
 
 LENGTHS = [2**i for i in range(10, 17)]
@@ -285,12 +286,14 @@ PARTS: dict[str, Callable[[list[int] | None], list[dict]]] = {
   "backward": lambda lengths: time_backward(lengths or [n for n in LENGTHS if n <= 32768]),
   "max_logits": lambda lengths: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda _: time_traced_masks(),
+  "bias": lambda lengths: time_bias(lengths or [8192]),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
   "backward": "   dim tokens mask                 TFLOP/s, backward alone",
   "max_logits": "cost of return_max_logits=True",
   "traced_masks": "cost of a mask that is an argument of the program",
+  "bias": "time of bias and slopes over none",
 }
 
 
