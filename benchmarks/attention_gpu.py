@@ -20,6 +20,7 @@ import numpy as np
 
 import jax_magi
 from benchmarks import timing
+from benchmarks.attention_bias import time_bias
 from jax_magi import AttentionMask
 
 LENGTHS = [2**i for i in range(10, 17)]
@@ -314,6 +315,7 @@ PARTS: dict[str, Callable[[list[int] | None], list[dict]]] = {
   "max_logits": lambda lengths: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda _: time_traced_masks(),
   "scale": lambda _: time_scale(),
+  "bias": lambda lengths: time_bias(lengths or [8192]),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
@@ -321,6 +323,7 @@ _TITLES = {
   "max_logits": "cost of return_max_logits=True",
   "traced_masks": "cost of a mask that is an argument of the program",
   "scale": "forward + backward of 1,048,576 tokens, 48/8 heads of 128",
+  "bias": "time of bias and slopes over none",
 }
 
 

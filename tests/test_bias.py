@@ -38,27 +38,6 @@ def test_blockwise_over_several_blocks(bias):
   check_attention(inputs, mask, "blockwise")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@bias_cases
-def test_case_on_gpu(case, dtype):
-  check_attention(case.make_inputs(dtype), case.case.mask, "cuda", **case.case.options)
-
-
-@pytest.mark.gpu
-@bias_cases
-def test_case_on_gpu_deterministic(case):
-  inputs, options = case.make_inputs("bf16"), case.case.options
-  check_attention(inputs, case.case.mask, "cuda", deterministic=True, **options)
-
-
-@pytest.mark.gpu
-@bias_cases
-def test_case_on_gpu_with_a_known_mask(case):
-  inputs, options = case.make_inputs("bf16"), case.case.options
-  check_attention(inputs, case.case.mask, "cuda", is_mask_known=True, **options)
-
-
 # --- what a bias means ---
 
 

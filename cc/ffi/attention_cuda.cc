@@ -1,6 +1,7 @@
 // FFI handlers of the CUDA kernels: decode, check, call.
 
 #include "cc/cuda/attention/attention.h"
+#include "cc/cuda/attention/term_gradients.h"
 #include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
 #include "cc/ffi/cuda_error.h"
@@ -11,12 +12,12 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error RefuseTerms(const std::string& context, const void* bias, const float* alibi_slopes) {
-  if (bias == nullptr && alibi_slopes == nullptr) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    context +
-                        ": the CUDA kernels take neither bias nor alibi_slopes; "
-                        "implementation=\"blockwise\" does");
+// Says what terms a ForwardArgs or BackwardArgs has.
+template <typename Args>
+void AddTerms(const Args& args, AttentionCall* call) {
+  call->has_bias = args.bias != nullptr;
+  call->has_alibi = args.alibi_slopes != nullptr;
+  call->bias_layout = args.bias_layout;
 }
 
 // Checks what only the GPU's kernels ask for, and makes the options of a launch.
@@ -56,9 +57,9 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   ForwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, *out, *lse,
                                          *max_logits, softmax_scale, softcap, &args));
-  JAX_MAGI_RETURN_IF_ERROR(RefuseTerms(context, args.bias, args.alibi_slopes));
-  const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/false,
-                           /*deterministic=*/true};
+  AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/false,
+                     /*deterministic=*/true};
+  AddTerms(args, &call);
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(
       DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
@@ -78,9 +79,20 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
                                           *dq, *dk, *dv, *dbias, *dslopes,
                                           /*is_dq_summed=*/false, softmax_scale, softcap, &args));
-  JAX_MAGI_RETURN_IF_ERROR(RefuseTerms(context, args.bias, args.alibi_slopes));
-  const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
-                           deterministic};
+  AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true, deterministic};
+  AddTerms(args, &call);
+  call.wants_dbias = args.dbias != nullptr;
+  call.wants_dslopes = args.dslopes != nullptr;
+  if (call.wants_dbias) {
+    const bool is_summed = cuda::IsDbiasSummed(args.shape, args.bias_layout, args.dtype);
+    if (is_summed && args.dbias_dtype != DType::kF32) {
+      return Invalid(context, "dbias", "must be float32, as it is summed in memory");
+    }
+    if (!is_summed && !cuda::IsBiasByKey(args.shape, args.bias_layout) &&
+        args.dbias_dtype != args.dtype) {
+      return Invalid(context, "dbias", "must be of the bias's type");
+    }
+  }
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(
       DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));

@@ -5,6 +5,7 @@
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
+#include "cc/cuda/attention/term_gradients.h"
 #include "cc/cuda/attention/tile_plan.h"
 #include "cutlass/numeric_types.h"
 
@@ -44,6 +45,39 @@ struct BackwardEntry {
 const BackwardEntry kBackward[] = {JAX_MAGI_BACKWARD_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
+// For scores with terms. There may be none: the last entry is for no call.
+struct ForwardTermsEntry {
+  int64_t head_dim, value_dim;
+  DType dtype;
+  decltype(&ForwardTermsVariant<64, cutlass::half_t>::Launch) launch;
+  decltype(&ForwardTermsVariant<64, cutlass::half_t>::TilingOf) tiling;
+};
+#define JAX_MAGI_VARIANT(dim, Element)                                                      \
+  ForwardTermsEntry{dim, dim, kDTypeOf<Element>, ForwardTermsVariant<dim, Element>::Launch, \
+                    ForwardTermsVariant<dim, Element>::TilingOf},
+const ForwardTermsEntry kForwardTerms[] = {
+    JAX_MAGI_TERMS_VARIANTS ForwardTermsEntry{0, 0, DType::kF32, nullptr, nullptr}};
+#undef JAX_MAGI_VARIANT
+
+struct BackwardTermsEntry {
+  int64_t head_dim, value_dim;
+  DType dtype;
+  decltype(&BackwardTermsVariant<64, cutlass::half_t>::Launch) launch;
+  decltype(&BackwardTermsVariant<64, cutlass::half_t>::TilingOf) tiling;
+};
+#define JAX_MAGI_VARIANT(dim, Element)                                                        \
+  BackwardTermsEntry{dim, dim, kDTypeOf<Element>, BackwardTermsVariant<dim, Element>::Launch, \
+                     BackwardTermsVariant<dim, Element>::TilingOf},
+const BackwardTermsEntry kBackwardTerms[] = {
+    JAX_MAGI_TERMS_VARIANTS BackwardTermsEntry{0, 0, DType::kF32, nullptr, nullptr}};
+#undef JAX_MAGI_VARIANT
+
+template <typename Args>
+bool HasTerms(const Args& args) {
+  return args.bias != nullptr || args.alibi_slopes != nullptr;
+}
+bool HasTerms(const AttentionCall& call) { return call.has_bias || call.has_alibi; }
+
 // The smallest that holds the call's head dims.
 template <typename Entry, size_t kCount>
 const Entry* Find(const Entry (&entries)[kCount], const AttentionShape& shape, DType dtype) {
@@ -65,6 +99,10 @@ const Status kNotBuilt = {"no variant of the kernel was built for this element t
 }  // namespace
 
 Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options) {
+  if (HasTerms(args)) {
+    const ForwardTermsEntry* entry = Find(kForwardTerms, args.shape, args.dtype);
+    return entry == nullptr ? kNotBuilt : entry->launch(args, options);
+  }
   const ForwardEntry* entry = Find(kForward, args.shape, args.dtype);
   return entry == nullptr ? kNotBuilt : entry->launch(args, options);
 }
@@ -80,11 +118,42 @@ int NumPartsIn(const AttentionShape& shape, int64_t num_bytes) {
 
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options) {
+  if (HasTerms(args)) {
+    const BackwardTermsEntry* entry = Find(kBackwardTerms, args.shape, args.dtype);
+    return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
+  }
   const BackwardEntry* entry = Find(kBackward, args.shape, args.dtype);
   return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
 }
 
+namespace {
+
+CallLayout LayoutWithTerms(const AttentionCall& call, bool has_tile_list) {
+  const AttentionShape& shape = call.shape;
+  if (!call.is_backward) {
+    const ForwardTermsEntry* entry = Find(kForwardTerms, shape, call.dtype);
+    if (entry == nullptr) return {};
+    const Tiling tiling = entry->tiling(shape);
+    return {tiling, TileListBytes(shape, tiling, has_tile_list)};
+  }
+  const BackwardTermsEntry* entry = Find(kBackwardTerms, shape, call.dtype);
+  if (entry == nullptr) return {};
+  const Tiling tiling = entry->tiling(BackwardPart::kAll);
+  const bool keeps_list = has_tile_list && !call.deterministic;
+  int64_t num_bytes =
+      StatisticsBytes(shape) + TileListBytes(shape, tiling, keeps_list) + TermGradientsBytes(call);
+  if (call.deterministic) {
+    num_bytes += TileListBytes(shape, entry->tiling(BackwardPart::kQueries), false);
+  } else {
+    num_bytes += DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
+  }
+  return {tiling, num_bytes};
+}
+
+}  // namespace
+
 CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list) {
+  if (HasTerms(call)) return LayoutWithTerms(call, has_tile_list);
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
     const ForwardEntry* entry = Find(kForward, shape, call.dtype);
@@ -122,6 +191,8 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   if (call.is_backward) {
     needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
+    needs.is_dbias_summed =
+        call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);
     if (call.deterministic) needs.tile_list.clear();
   }
   return needs;

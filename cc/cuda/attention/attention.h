@@ -43,17 +43,29 @@ CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list);
 // whole batch shares, there will be a list of tiles.
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
 
-// One variant of a kernel, in a translation unit of its own.
+// One variant of a kernel, in a translation unit of its own. Those for scores with terms take any
+// of them, with a cap and without.
 template <int kHeadDim, int kValueDim, typename Element>
 struct ForwardVariant {
   static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
   static Tiling TilingOf(const AttentionShape& shape, bool has_softcap);
 };
 template <int kHeadDim, typename Element>
+struct ForwardTermsVariant {
+  static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
+  static Tiling TilingOf(const AttentionShape& shape);
+};
+template <int kHeadDim, typename Element>
 struct BackwardVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);
   static Tiling TilingOf(bool has_softcap, BackwardPart part);
+};
+template <int kHeadDim, typename Element>
+struct BackwardTermsVariant {
+  static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
+                       const LaunchOptions& options);
+  static Tiling TilingOf(BackwardPart part);
 };
 
 }  // namespace jax_magi::cuda

@@ -21,7 +21,7 @@ struct BackwardBlock {
   static constexpr int kXDims = Config::kHeadDim / Config::kDimParts;
   static constexpr int kYDims = Config::kValueDim / Config::kDimParts;
 
-  const BackwardParams& params;
+  const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
   int warpgroup;  // Which consumer warpgroup.
   int thread;     // In the warpgroup.
@@ -41,11 +41,21 @@ struct BackwardBlock {
   __device__ __forceinline__ int DimPart() const { return Config::kDimParts == 1 ? 0 : warpgroup; }
   // This thread's row `r`, 0 or 1, in the tile.
   __device__ __forceinline__ int Row(int r) const {
+    if constexpr (Config::kHasTerms) return RowAnew() + 8 * r;
     return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
-  // The same of row 0, computed anew each time. Kept in registers, the index would be live through
-  // the whole loop, and there are none to spare.
+  // `thread`, and the row 0 above, computed anew each time. Kept in registers, the index would be
+  // live through the whole loop, and there are none to spare.
+  __device__ __forceinline__ unsigned ThreadAnew() const {
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % kWarpgroup;
+  }
   __device__ __forceinline__ int RowAnew() const {
+    if constexpr (Config::kHasTerms) {
+      const unsigned thread = ThreadAnew();
+      return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4;
+    }
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return RowPart() * 64 + thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
@@ -214,7 +224,7 @@ struct BackwardBlock {
       const float2 probability = Config::kKeepsProbabilities
                                      ? make_float2(scores[2 * e], scores[2 * e + 1])
                                      : UnpackPair<Element>(p[e]);
-      ds[e] = PackPair<Element>(probability.x * -dp[2 * e], probability.y * -dp[2 * e + 1]);
+      SetGradients(e, probability.x * -dp[2 * e], probability.y * -dp[2 * e + 1]);
     }
   }
 
@@ -232,23 +242,37 @@ struct BackwardBlock {
                                     Exp2(tanh[1] * scale.log2 + start.y)};
       p[e] = PackPair<Element>(probability[0], probability[1]);
       const float slope[2] = {CapSlope(tanh[0]), CapSlope(tanh[1])};
-      ds[e] = PackPair<Element>(probability[0] * -dp[2 * e] * slope[0],
-                                probability[1] * -dp[2 * e + 1] * slope[1]);
+      SetGradients(e, probability[0] * -dp[2 * e] * slope[0],
+                   probability[1] * -dp[2 * e + 1] * slope[1]);
     });
+  }
+
+  // With terms, whose gradients they are, they are also kept unrounded, in place of dP.
+  __device__ __forceinline__ void SetGradients(int e, float first, float second) {
+    ds[e] = PackPair<Element>(first, second);
+    if constexpr (Config::kHasTerms) {
+      dp[2 * e] = first;
+      dp[2 * e + 1] = second;
+    }
   }
 
   __device__ __forceinline__ static float CapSlope(float tanh) {
     return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
   }
 
-  __device__ __forceinline__ void WriteDs(Element* destination) {
-    if (DimPart() > 0) return;  // Both warpgroups have the same.
+  // Where this lane's row is of matrices of 8 keys x 8 queries, two of keys by two of queries. The
+  // next two of queries are 16 rows further on.
+  __device__ __forceinline__ Element* DsMatrices(Element* ds) const {
     const int lane = thread % 32, warp = thread / 32;
-    Element* panel = destination + RowPart() * 64 * kColumns;
-    // Matrices of 8 keys x 8 queries, two of keys by two of queries.
+    Element* panel = ds + RowPart() * 64 * kColumns;
     const int chunk = 2 * warp + lane / 8 % 2;
     const int query = 8 * (lane / 16) + lane % 8;
-    Element* address = panel + query * 64 + (chunk ^ (lane % 8)) * 8;
+    return panel + query * 64 + (chunk ^ (lane % 8)) * 8;
+  }
+
+  __device__ __forceinline__ void WriteDs(Element* destination) {
+    if (DimPart() > 0) return;  // Both warpgroups have the same.
+    Element* address = DsMatrices(destination);
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
       StoreMatricesTransposed(address + i * 16 * 64,

@@ -3,7 +3,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_CONSUMER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_CONSUMER_CUH_
 
-#include "cc/cuda/attention/backward_block.cuh"
+#include "cc/cuda/attention/backward_block_terms.cuh"
 #include "cc/cuda/attention/store.cuh"
 
 namespace jax_magi::cuda {
@@ -24,7 +24,7 @@ struct BackwardConsumer {
   using Block = BackwardBlock<Config>;
   static constexpr int kColumns = Config::kBlockColumns;
 
-  const BackwardParams& params;
+  const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
   int warpgroup;  // Which consumer warpgroup.
   int thread;     // In the warpgroup.
@@ -32,7 +32,7 @@ struct BackwardConsumer {
   RingPosition<Config::kXStages> x_ring;
   uint32_t num_done = 0;  // Blocks: the position in the other rings.
 
-  __device__ __forceinline__ BackwardConsumer(const BackwardParams& params,
+  __device__ __forceinline__ BackwardConsumer(const BackwardParamsOf<Config>& params,
                                               BackwardShared<Config>& shared, int warpgroup,
                                               int thread)
       : params(params),
@@ -42,7 +42,9 @@ struct BackwardConsumer {
         block{params, shared, warpgroup, thread} {}
 
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kHasSoftcap) {
+    if constexpr (Config::kHasTerms) {
+      block.scale = params.terms.scale;
+    } else if constexpr (Config::kHasSoftcap) {
       block.scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
     } else {
       block.scale = {params.softmax_scale * kLog2E, 0.0f};
@@ -78,6 +80,10 @@ struct BackwardConsumer {
     // The last turn is passed to warpgroup 0, which has to take it: barriers must be left even.
     if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
     if constexpr (Config::kHasDq) {
+      if constexpr (Config::kHasTerms) {
+        if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
+        NamedSync(kDsWritten, Config::kDsThreads);
+      }
       Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
       if (thread == 0) {
         shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].panel = -1;
@@ -105,8 +111,14 @@ struct BackwardConsumer {
       WaitForY();
       block.IssueDp(y_stage);
       FenceRegisters(block.scores);
+      if constexpr (Config::kHasTerms) {
+        Terms().AddByQueries(x_stage, y_stage, num_done / Config::kYStages % 2);
+      }
       if (flags & kMasked) block.Hide(shared.block[x_stage]);
-      if constexpr (Config::kHasSoftcap) {
+      if constexpr (Config::kHasTerms) {
+        static_assert(!Config::kByKeys, "where rows are keys, products come in two bursts");
+        ProbabilitiesAndGradients(x_stage);
+      } else if constexpr (Config::kHasSoftcap) {
         block.CapScores();
         WaitWgmma<0>();
         FenceRegisters(block.dp);
@@ -191,17 +203,22 @@ struct BackwardConsumer {
       block.IssueDp(y_stage);
       WaitWgmma<1>();
       FenceRegisters(block.scores);
+      if constexpr (Config::kHasTerms) {
+        Terms().AddByKeys(x_stage, Ds(ds_stage), &shared.bias_full[ds_stage], num_done / 2 % 2);
+      }
       if (flags & kMasked) block.Hide(shared.block[x_stage]);
-      block.Probabilities(x_stage);
-      HoldProbabilities();
-      WaitWgmma<0>();
-      FenceRegisters(block.dp);
-      block.ScoreGradients();
+      ProbabilitiesAndGradients(x_stage);
       if constexpr (Config::kDqIsLate) WaitForDs(num_done - 1);
       block.WriteDs(Ds(ds_stage));
       block.IssueDy(y_stage);
+      if constexpr (Config::kHasTerms) {
+        if (warpgroup == 0 && thread == 0) {
+          shared.ds_info[ds_stage] = {shared.block[x_stage], shared.head[x_stage],
+                                      shared.tile.batch, shared.tile.begin};
+        }
+      }
       FenceAsyncProxy();
-      if constexpr (!Config::kDqIsLate) NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
+      if constexpr (!Config::kDqIsLate) NamedSync(kDsWritten, Config::kDsThreads);
       // A late dQ of the first block is a product of old words, and not used: under a condition,
       // ptxas would run all products one by one.
       block.IssueDq(Ds(dq_stage), 0);
@@ -211,6 +228,7 @@ struct BackwardConsumer {
       block.IssueDx(x_stage);
       WaitWgmma<1>();
       FenceRegisters(block.dq);
+      if constexpr (Config::kHasTerms) ArriveByWarp(&shared.ds_empty[ds_stage], thread);
       if constexpr (!Config::kDqIsLate) SetDqTarget(x_stage, ds_stage, 0);
       if (!Config::kDqIsLate || !is_first) AddDq(dq_stage, 0);
       is_first = false;
@@ -237,6 +255,25 @@ struct BackwardConsumer {
   // counted over all tiles; before the first one nothing is waited for.
   __device__ __forceinline__ void WaitForDs(uint32_t number) {
     Wait(&shared.ds_full[number % 2], number / 2 % 2);
+  }
+
+  // From scores, and dP a little later, to dS.
+  __device__ __forceinline__ void ProbabilitiesAndGradients(int x_stage) {
+    const bool has_cap = Config::kHasTerms && block.scale.inverse_cap != 0.0f;
+    if (has_cap) {
+      block.CapScores();
+    } else {
+      block.Probabilities(x_stage);
+    }
+    HoldProbabilities();
+    WaitWgmma<0>();
+    FenceRegisters(block.dp);
+    if (has_cap) {
+      block.CappedGradients(x_stage);
+    } else {
+      block.ScoreGradients();
+    }
+    if constexpr (Config::kHasTerms && Config::kByKeys) Terms().AddGradients(x_stage);
   }
 
   // All products at once, then all that is done element by element: while one warpgroup has the
@@ -305,6 +342,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void PassTurn() {
     NamedArrive(kFirstTurn + (warpgroup + 1) % Config::kNumConsumers, 2 * kWarpgroup);
   }
+
+  __device__ __forceinline__ BackwardBlockTerms<Config> Terms() { return {block}; }
 
   __device__ __forceinline__ int BlockFlags() const {
     return LoadByWarp(shared.block[x_ring.stage].flags);

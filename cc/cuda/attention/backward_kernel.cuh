@@ -26,7 +26,7 @@ namespace jax_magi::cuda {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    BackwardKernel(const __grid_constant__ BackwardParams params) {
+    BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ char memory[];
   // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
   auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared());
@@ -40,6 +40,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
     for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
+    if constexpr (Config::kHasTerms) {
+      InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 1);
+    }
     FenceBarrierInit();
   }
   __syncthreads();
@@ -51,6 +54,12 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       BackwardProducer<Config>{params, shared, thread % 32}.Run();
     } else if (Config::kHasDq && warp < 3) {
       if (thread % 32 == 0) AddDqToMemory<Config>(params, shared, warp - 1);
+    }
+    if constexpr (Config::kHasTerms && Config::kHasDq) {
+      if (warp == 3) {
+        DsStore<Config, BackwardTermsParams, BackwardShared<Config>>{params, shared, thread % 32}
+            .Run(kDsWritten);
+      }
     }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();

@@ -6,7 +6,7 @@
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_kernel.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
-#include "cc/cuda/attention/launch.cuh"
+#include "cc/cuda/attention/terms_launch.cuh"
 
 namespace jax_magi::cuda {
 
@@ -17,9 +17,11 @@ constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, C
 // same queries at about the same time.
 constexpr int64_t kWorkPerSection = 2 * 132;
 
+// The last two arguments are for calls with terms.
 template <typename Config>
 Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QueryStatistic* statistics,
-                          float* dq_sum, const LaunchOptions& options) {
+                          float* dq_sum, const LaunchOptions& options,
+                          const TermGradients& gradients = {}, bool adds_dq = true) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_row_heads =
@@ -36,7 +38,7 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
                                                   /*has_tile_list=*/false, options.workspace,
                                                   /*max_logits=*/nullptr, options.stream));
   }
-  BackwardParams params;
+  BackwardParamsOf<Config> params;
   params.work = MakeWork(shape, kTiling, args.slices, options, num_packs,
                          static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
 
@@ -79,12 +81,55 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   params.dx = Config::kByKeys ? args.dk : args.dq;
   params.dy = Config::kByKeys ? args.dv : nullptr;
   params.is_float = (Config::kByKeys ? args.dkv_dtype : args.dq_dtype) == DType::kF32;
+  if constexpr (Config::kHasTerms) {
+    params.terms = TermsOf(args);
+    params.gradients = gradients;
+    params.adds_dq = adds_dq;
+    JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
+    if (params.terms.kind == BiasKind::kTiles) {
+      constexpr int kQueries = Config::kByKeys ? Config::kBlockColumns : Config::kBlockRows;
+      JAX_MAGI_RETURN_IF_BAD(
+          MakeBiasMap(shape, args.bias_layout, args.bias, kQueries, &params.bias_map));
+    }
+    if (gradients.dbias != nullptr) {
+      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap(shape, args.bias_layout, gradients.dbias,
+                                         Config::kBlockColumns, &params.dbias_map));
+    }
+  }
 
   constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
   return LaunchPersistent<BackwardKernel<Config>>(
       params, Config::kNumThreads, kSharedBytes,
       MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
+}
+
+// The workspace: the sum of dq, parts of dk and dv, statistics, and the rest: the counter and list
+// of each part, and what calls with terms have there.
+struct BackwardBuffers {
+  BackwardArgs args;  // dk and dv are parts, where there are several.
+  DqSum sum;
+  DkvParts parts;
+  QueryStatistic* statistics;
+  LaunchOptions rest;
+};
+inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, int num_panels, int num_parts,
+                                      const LaunchOptions& options) {
+  const AttentionShape& shape = call.shape;
+  const DqSum sum{static_cast<float*>(options.workspace), num_panels};
+  char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, num_panels);
+  const DkvParts parts{reinterpret_cast<float*>(after_sum), num_parts};
+  BackwardArgs args = call;
+  if (num_parts > 1) {
+    args.dk = parts.data;
+    args.dv =
+        parts.data + num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
+    args.dkv_dtype = DType::kF32;
+  }
+  char* after_parts = after_sum + AlignStatistics(DkvPartsBytes(shape, num_parts));
+  LaunchOptions rest = options;
+  rest.workspace = after_parts + StatisticsBytes(shape);
+  return {args, sum, parts, reinterpret_cast<QueryStatistic*>(after_parts), rest};
 }
 
 template <int kHeadDim, typename Element, bool kHasSoftcap>
@@ -99,22 +144,8 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   const bool is_score = deterministic ? KeysValues::kStartIsScore : All::kStartIsScore;
   const float factor = is_score ? 1.0f / call.params.softmax_scale : kLog2E;
 
-  // The workspace: the sum of dq, parts of dk and dv, statistics, then the counter and list of each
-  // part.
-  const DqSum sum{static_cast<float*>(options.workspace), deterministic ? 0 : kHeadDim / 64};
-  char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, sum.num_panels);
-  const DkvParts parts{reinterpret_cast<float*>(after_sum), num_parts};
-  BackwardArgs args = call;
-  if (num_parts > 1) {
-    args.dk = parts.data;
-    args.dv =
-        parts.data + num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
-    args.dkv_dtype = DType::kF32;
-  }
-  char* after_parts = after_sum + AlignStatistics(DkvPartsBytes(shape, num_parts));
-  auto* statistics = reinterpret_cast<QueryStatistic*>(after_parts);
-  LaunchOptions first = options;
-  first.workspace = after_parts + StatisticsBytes(shape);
+  auto [args, sum, parts, statistics, first] =
+      SplitWorkspace(call, deterministic ? 0 : kHeadDim / 64, num_parts, options);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
       args, factor, sum, statistics, static_cast<WorkCounter*>(first.workspace), options.stream));
   if (!deterministic) {

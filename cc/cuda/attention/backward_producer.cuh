@@ -4,6 +4,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
 
+#include "cc/cuda/attention/backward_terms.cuh"
 #include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/hopper.cuh"
@@ -32,6 +33,22 @@ struct BackwardParams {
   bool is_float;  // Their element type; else that of the operands.
 };
 
+// The same, of a call with terms.
+struct BackwardTermsParams : BackwardParams {
+  CUtensorMap bias_map, dbias_map;
+  ScoreTerms terms;
+  TermGradients gradients;
+  bool adds_dq;  // Else it is not wanted.
+};
+template <typename Config>
+using BackwardParamsOf = std::conditional_t<Config::kHasTerms, BackwardTermsParams, BackwardParams>;
+
+template <typename Config>
+__device__ __forceinline__ bool AddsDq(const BackwardParamsOf<Config>& params) {
+  if constexpr (Config::kHasTerms) return params.adds_dq;
+  return true;
+}
+
 struct alignas(16) RowTileInfo {
   int32_t batch, row_head, pack_in_head, begin, num_rows, num_blocks;
   uint32_t next_phase;  // Of the barrier, for the tile after it.
@@ -43,7 +60,7 @@ struct alignas(16) DqTarget {
 };
 
 template <typename Config>
-struct BackwardShared {
+struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
   using Element = typename Config::Element;
   alignas(1024) Element row_x[Config::kBlockRows * Config::kHeadDim];
@@ -73,7 +90,7 @@ struct BackwardShared {
 // One warp.
 template <typename Config>
 struct BackwardProducer {
-  const BackwardParams& params;
+  const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
   int lane;
   uint32_t num_loaded = 0;  // Blocks: the position in both rings.
@@ -155,6 +172,7 @@ struct BackwardProducer {
             // The first block may reach past `end`, as no block begins before 0.
             const int begin = Max(end - Config::kBlockColumns, 0);
             LoadX(begin, end);
+            if constexpr (Config::kHasTerms && Config::kByKeys) LoadBias(begin);
             LoadY(begin);
             ++num_loaded;
           }
@@ -217,6 +235,53 @@ struct BackwardProducer {
     }
   }
 
+  // To the stage of dS that the block will have.
+  __device__ __forceinline__ void LoadBias(int begin) {
+    const ScoreTerms& terms = params.terms;
+    if (terms.kind != BiasKind::kTiles) return;
+    const int stage = num_loaded % 2;
+    Wait(&shared.ds_empty[stage], num_loaded / 2 % 2 ^ 1);
+    if (lane == 0) {
+      constexpr int kElements = Config::kBlockRows * Config::kBlockColumns;
+      ArriveExpectBytes(&shared.bias_full[stage], kElements * sizeof(typename Config::Element));
+#pragma unroll
+      for (int i = 0; i < Config::kBlockRows; i += 64) {
+        LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
+                    shared.ds + stage * kElements + i * Config::kBlockColumns,
+                    shared.item.tile.begin + i, begin, BiasHead(), BiasBatch());
+      }
+      // It is in no cache yet, and the ring is too short for the way from memory.
+      const int ahead = begin - 2 * Config::kBlockColumns;
+      if (ahead >= shared.item.columns.begin) {
+#pragma unroll
+        for (int i = 0; i < Config::kBlockRows; i += 64) {
+          PrefetchBoxOnce(&params.bias_map, shared.item.tile.begin + i, ahead, BiasHead(),
+                          BiasBatch());
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ int BiasHead() const {
+    return params.terms.head_stride == 0 ? 0 : shared.item.head;
+  }
+  __device__ __forceinline__ int BiasBatch() const {
+    return params.terms.batch_stride == 0 ? 0 : shared.item.tile.batch;
+  }
+
+  // Of a tile of queries, with the block's values.
+  __device__ __forceinline__ void LoadBiasRows(int stage, int begin) {
+    static_assert(Config::kYStages == 2, "the bias has as many stages");
+    if (params.terms.kind != BiasKind::kTiles || lane != 0) return;
+    ArriveExpectBytes(&shared.bias_full[stage], sizeof(shared.bias[stage]));
+#pragma unroll
+    for (int i = 0; i < Config::kBlockColumns; i += 64) {
+      LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
+                  shared.bias[stage] + i * Config::kBlockRows, begin + i, shared.item.tile.begin,
+                  BiasHead(), BiasBatch());
+    }
+  }
+
   __device__ __forceinline__ void LoadY(int begin) {
     const int stage = num_loaded % Config::kYStages;
     Wait(&shared.y_empty[stage], num_loaded / Config::kYStages % 2 ^ 1);
@@ -229,12 +294,13 @@ struct BackwardProducer {
                 shared.item.tile.batch);
       }
     }
+    if constexpr (Config::kHasTerms && !Config::kByKeys) LoadBiasRows(stage, begin);
   }
 };
 
 // One thread: adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
 template <typename Config>
-__device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
+__device__ __forceinline__ void AddDqToMemory(const BackwardParamsOf<Config>& params,
                                               BackwardShared<Config>& shared, int warpgroup) {
   constexpr int kSize = Config::kDqQueries * 64;
   for (uint32_t phase = 0;; phase ^= 1) {
@@ -242,7 +308,7 @@ __device__ __forceinline__ void AddDqToMemory(const BackwardParams& params,
     const DqTarget target = shared.dq_target[warpgroup][phase];
     if (target.panel < 0) break;
     const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
-    if (num_queries > 0) {
+    if (num_queries > 0 && AddsDq<Config>(params)) {
       const int panel =
           (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
           target.panel;

@@ -52,6 +52,7 @@ template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
 struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall> {
   using Element = Element_;
   static constexpr bool kIsOutFloat = kIsOutFloat_;
+  static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
   // Blocks of threads that work on the same rows of several query heads of a kv head, and load a
   // part of its keys and values each, for all of them: a panel.
   static constexpr int kClusterSize = kClusterSize_;
@@ -107,14 +108,16 @@ struct BackwardTile<256, kHasSoftcap, kPart> {
   static constexpr int kXStages = 2, kYStages = 2;
 };
 
-template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart>
-struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
+template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart,
+          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_, kPart>>
+struct BackwardConfig : Tile_ {
   using Element = Element_;
-  using Tile = BackwardTile<kHeadDim_, kHasSoftcap_, kPart>;
+  using Tile = Tile_;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
+  static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
   // The kernel that prepares gives -lse in units of scores, not of exponents of 2; and where rows
   // are keys, the product for scores starts there instead of at 0.
   static constexpr bool kStartIsScore = !kHasDq && !kHasSoftcap;
@@ -144,6 +147,7 @@ struct BackwardConfig : BackwardTile<kHeadDim_, kHasSoftcap_, kPart> {
   // window, and few enough to stay in the L2 cache.
   static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
+  static constexpr int kDsThreads = kWarpgroup * kNumConsumers;  // That wait for dS.
   // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
   static constexpr bool kRowYInRegisters = kHasDq && !kHasSoftcap && kHeadDim == 64;
   static constexpr bool kNeedsMost =

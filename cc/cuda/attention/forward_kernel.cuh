@@ -16,6 +16,17 @@
 
 namespace jax_magi::cuda {
 
+// A thread's index in its warpgroup, computed anew each time. In registers, it and what is made of
+// it would be live through the whole loop.
+struct ThreadAnew {
+  __device__ __forceinline__ ThreadAnew(int) {}
+  __device__ __forceinline__ operator int() const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % kWarpgroup;
+  }
+};
+
 // --- Consumer: a warpgroup with 64 rows ---
 
 template <typename Config>
@@ -24,10 +35,11 @@ struct Consumer {
   using Shared = ForwardShared<Config>;
   static constexpr int kBlockN = Config::kBlockN;
 
-  const ForwardParams& params;
+  const ForwardParamsOf<Config>& params;
   Shared& shared;
   int warpgroup;  // Which consumer warpgroup.
-  int thread;     // In the warpgroup.
+  // In the warpgroup.
+  std::conditional_t<Config::kHasTerms, ThreadAnew, int> thread;
   SoftmaxScale scale;
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
@@ -40,23 +52,37 @@ struct Consumer {
   RowState state;
 
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kHasSoftcap) {
+    if constexpr (Config::kHasTerms) {
+      scale = params.terms.scale;
+    } else if constexpr (Config::kHasSoftcap) {
       scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
     } else {
       scale = {params.softmax_scale * kLog2E, 0.0f};
     }
     while (true) {
       Wait(&shared.q_full[q_ring.stage], q_ring.phase);
-      const TileInfo tile = shared.tile[q_ring.stage];
-      if (tile.num_blocks < 0) return;
-      Compute(tile);
-      if (tile.num_rows > 0) Store(tile);
+      if constexpr (Config::kHasTerms) {
+        // No registers are free for it through the loop: it stays in shared memory.
+        const TileInfo& tile = shared.tile[TileSlot<Config>(q_ring)];
+        if (tile.num_blocks < 0) return;
+        Compute(tile);
+        if (tile.num_rows > 0) Store(tile);
+      } else {
+        const TileInfo tile = shared.tile[q_ring.stage];
+        if (tile.num_blocks < 0) return;
+        Compute(tile);
+        if (tile.num_rows > 0) Store(tile);
+      }
     }
   }
 
   // This thread's row `r`, 0 or 1, in shared memory; with heads packed, rows interleave them.
   __device__ __forceinline__ int PackedRow(int r) const {
     return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+  }
+
+  __device__ __forceinline__ static int Log2PackOf(const TileInfo& tile) {
+    return Config::kHasTerms ? 0 : tile.log2_pack;
   }
 
   __device__ __forceinline__ void ReleaseQueries() {
@@ -85,7 +111,7 @@ struct Consumer {
     int flags = BlockFlags();
     WaitWgmma<0>();
     FinishScores(tile, flags);
-    OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
+    OnlineSoftmax<Config::kHasSoftcap, Config::kHasTerms>(scale, state, scores, correction);
     PackProbabilities<Element>(scores, p);
 
     // The next block's scores are computed while this one's probabilities meet their values, and
@@ -101,7 +127,8 @@ struct Consumer {
       // Asked before the softmax, as the answer takes its time; and the branch after it keeps ptxas
       // from moving the softmax behind the wait for the product.
       const bool has_keys = (flags & kLast) || IsDone(&shared.k_full[k_ring.stage], k_ring.phase);
-      const bool has_moved = OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
+      const bool has_moved =
+          OnlineSoftmax<Config::kHasSoftcap, Config::kHasTerms>(scale, state, scores, correction);
       if (!has_keys) WaitForKeys();
       WaitWgmma<0>();
       FinishValues();
@@ -164,14 +191,61 @@ struct Consumer {
   // The scores have arrived: hides what the mask hides, and gives the keys back.
   __device__ __forceinline__ void FinishScores(const TileInfo& tile, int flags) {
     FenceRegisters(scores);
+    if constexpr (Config::kHasTerms) AddTerms(tile);
     if (flags & kMasked) {
       const BlockInfo info = LoadByWarp(shared.block[k_ring.stage]);
-      const int rows[2] = {tile.begin + (PackedRow(0) >> tile.log2_pack),
-                           tile.begin + (PackedRow(1) >> tile.log2_pack)};
+      const int rows[2] = {tile.begin + (PackedRow(0) >> Log2PackOf(tile)),
+                           tile.begin + (PackedRow(1) >> Log2PackOf(tile))};
       HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
     ArriveByWarpAtAll<Config::kClusterSize>(&shared.k_empty[k_ring.stage], thread);
     k_ring.Advance();
+  }
+
+  // From products to scores in natural units, with their terms.
+  __device__ __forceinline__ void AddTerms(const TileInfo& tile) {
+    const ScoreTerms& terms = params.terms;
+    const int stage = k_ring.stage, thread = this->thread;
+    const int row = tile.begin + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int key = LoadByWarp(shared.block[stage].begin) + 2 * (thread % 4);
+    const float factor = params.softmax_scale;
+    if (terms.kind == BiasKind::kNone) return AddSlopesOfHead(tile, key - row, factor);
+    if (terms.kind == BiasKind::kTiles) {
+      Wait(&shared.bias_full[stage], k_ring.phase);
+      const int tile_row = warpgroup * 64 + thread / 32 * 16 + thread % 16;
+      AddPackedBias<Element>(factor, scores, [&](int step, uint32_t* x) {
+        const int chunk = 2 * (step % 4) + thread % 32 / 16;
+        const Element* panel = shared.bias[stage] + step / 4 * Config::kBlockM * 64;
+        LoadMatrices(panel + tile_row * 64 + (chunk ^ (tile_row % 8)) * 8, x);
+      });
+    } else if (terms.kind == BiasKind::kByKey) {
+      Wait(&shared.bias_full[stage], k_ring.phase);
+      const float* source = shared.key_bias[stage] + 2 * (thread % 4);
+      AddBias(factor, scores, [&](int i, int, float (&x)[2]) {
+        const float2 pair = *reinterpret_cast<const float2*>(source + 8 * i);
+        x[0] = pair.x;
+        x[1] = pair.y;
+      });
+    } else {
+      const int warp_row = warpgroup * 64 + thread / 32 * 16, first_row = tile.begin + warp_row;
+      static_assert(Config::kKStages * sizeof(Element) >= sizeof(float), "the stages are enough");
+      const StagedRows<kBlockN> staged{reinterpret_cast<float*>(shared.bias[0]) +
+                                       warp_row * kBlockN};
+      staged.Copy(static_cast<const float*>(terms.bias) + terms.Offset(tile.batch, tile.head) +
+                      first_row * terms.q_stride,
+                  terms.q_stride, params.q_len - first_row, key - 2 * (thread % 4),
+                  params.work.num_columns, thread % 32);
+      staged.Add(factor, thread % 32, scores);
+    }
+    if (terms.slopes != nullptr) AddSlopesOfHead(tile, key - row, 1.0f);
+  }
+
+  // `distance` is that of the thread's first key from its first row.
+  __device__ __forceinline__ void AddSlopesOfHead(const TileInfo& tile, int distance,
+                                                  float factor) {
+    const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
+    const float slope = params.terms.slopes[batch_head];
+    AddSlopes(factor, slope, {slope * distance, slope * (distance - 8)}, scores);
   }
 
   __device__ __forceinline__ void FinishValues() {
@@ -194,8 +268,8 @@ struct Consumer {
     bool is_own[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = PackedRow(r) >> tile.log2_pack;
-      const int in_pack = PackedRow(r) & ((1 << tile.log2_pack) - 1);
+      const int row = PackedRow(r) >> Log2PackOf(tile);
+      const int in_pack = PackedRow(r) & ((1 << Log2PackOf(tile)) - 1);
       is_own[r] = row < tile.num_rows && in_pack < tile.num_heads;
       const int head = tile.head + (is_own[r] ? in_pack : 0);
       offset[r] =
@@ -212,11 +286,11 @@ struct Consumer {
         params.lse[offset[r]] = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2;
       }
       max[r] = QuadMax(is_own[r] ? state.max[r] : -INFINITY);
-      if (tile.log2_pack > 0 && thread % 4 == 0) {
+      if (Log2PackOf(tile) > 0 && thread % 4 == 0) {
         ReportMaxLogit(max[r], params.max_logits + batch_head);
       }
     }
-    if (tile.log2_pack == 0) {
+    if (Log2PackOf(tile) == 0) {
       float largest = MaxOrNan(max[0], max[1]);
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) {
@@ -225,7 +299,7 @@ struct Consumer {
       const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
       if (thread % 32 == 0) ReportMaxLogit(largest, params.max_logits + batch_head);
     }
-    if constexpr (Config::kIsOutFloat) {
+    if (IsOutFloat()) {
       float* out = static_cast<float*>(params.out);
       float* const rows[2] = {out + offset[0] * params.value_dim,
                               out + offset[1] * params.value_dim};
@@ -238,12 +312,17 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ bool IsOutFloat() const {
+    if constexpr (Config::kHasTerms) return params.is_out_float;
+    return Config::kIsOutFloat;
+  }
+
   __device__ __forceinline__ void ReportMaxLogit(float largest, float* destination) {
     if (largest == -INFINITY) return;
     // As integers, floats of one sign are ordered; a positive NaN is above all others. A NaN logit
     // must not look like a healthy head, and -0 not like the least of all.
-    const float value =
-        isnan(largest) ? __int_as_float(0x7fc00000) : largest * params.softmax_scale + 0.0f;
+    const float scale = Config::kHasTerms ? 1.0f : params.softmax_scale;
+    const float value = isnan(largest) ? __int_as_float(0x7fc00000) : largest * scale + 0.0f;
     if (!(value < 0.0f)) {
       atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
     } else {
@@ -261,7 +340,7 @@ __device__ __forceinline__ void WaitForClusterToEnd() {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
-    ForwardKernel(const __grid_constant__ ForwardParams params) {
+    ForwardKernel(const __grid_constant__ ForwardParamsOf<Config> params) {
   extern __shared__ char memory[];
   auto& shared = *reinterpret_cast<ForwardShared<Config>*>(memory);
   const int thread = threadIdx.x;
@@ -274,6 +353,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     // Keys and values are written by all of the cluster, and given back to all.
     InitRing(shared.k_full, shared.k_empty, 1, Config::kClusterSize * kConsumers / 32);
     InitRing(shared.v_full, shared.v_empty, 1, Config::kClusterSize * kConsumers / 32);
+    if constexpr (Config::kHasTerms) {
+      for (uint64_t& barrier : shared.bias_full) InitBarrier(&barrier, 1);
+    }
     InitBarrier(&shared.work_full, 1);
     InitBarrier(&shared.work_empty, 1);
     FenceBarrierInit();

@@ -4,7 +4,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_FORWARD_LAUNCH_CUH_
 
 #include "cc/cuda/attention/forward_kernel.cuh"
-#include "cc/cuda/attention/launch.cuh"
+#include "cc/cuda/attention/terms_launch.cuh"
 
 namespace jax_magi::cuda {
 
@@ -42,7 +42,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
                                                 options.workspace, args.max_logits,
                                                 options.stream));
   if (shape.q_len == 0) return {};
-  ForwardParams params;
+  ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options, num_packs,
                          PacksPerSection(shape, packs_per_kv_head),
                          /*is_ready=*/has_tile_list);
@@ -75,6 +75,15 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.out = args.out;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
+  if constexpr (Config::kHasTerms) {
+    params.is_out_float = args.out_dtype == DType::kF32;
+    params.terms = TermsOf(args);
+    JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
+    if (params.terms.kind == BiasKind::kTiles) {
+      JAX_MAGI_RETURN_IF_BAD(
+          MakeBiasMap(shape, args.bias_layout, args.bias, Config::kBlockM, &params.bias_map));
+    }
+  }
 
   constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");

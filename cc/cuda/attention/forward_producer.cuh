@@ -11,7 +11,7 @@ template <typename Config>
 struct Producer {
   using Shared = ForwardShared<Config>;
   static constexpr int kClusterSize = Config::kClusterSize;
-  const ForwardParams& params;
+  const ForwardParamsOf<Config>& params;
   Shared& shared;
   int lane;
   RingPosition<Config::kKStages> k_ring;
@@ -28,7 +28,7 @@ struct Producer {
     }
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
-      shared.tile[q_ring.stage].num_blocks = -1;
+      shared.tile[TileSlot<Config>(q_ring)].num_blocks = -1;
       Arrive(&shared.q_full[q_ring.stage]);
     }
   }
@@ -73,7 +73,7 @@ struct Producer {
       shared.item.tile.num_rows = shared.item.tile.num_blocks = shared.item.tile.slice_end = 0;
     }
     __syncwarp();
-    const int stage = q_ring.stage;
+    const int stage = q_ring.stage, slot = TileSlot<Config>(q_ring);
     Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
     q_ring.Advance();
     if (lane == 0) {
@@ -83,8 +83,9 @@ struct Producer {
       const int head = KvHead() * params.group +
                        (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
       const int num_heads = Min(1 << log2_pack, params.group - in_group);
-      shared.tile[stage] = {tile.batch, head,          num_heads,      log2_pack,
-                            tile.begin, tile.num_rows, tile.num_blocks};
+      if constexpr (Config::kHasTerms) shared.item.head = head;
+      shared.tile[slot] = {tile.batch, head,          num_heads,      log2_pack,
+                           tile.begin, tile.num_rows, tile.num_blocks};
       if (tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
@@ -116,6 +117,9 @@ struct Producer {
     int v_row = 0;  // v follows k by one block: scores come first.
     ForEachSlice</*kByKeys=*/false>(params.work, tile, lane, [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
+      if constexpr (Config::kHasTerms) {
+        if (lane == 0) shared.item.columns.begin = keys.begin;
+      }
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN) {
         const bool is_first = remaining == tile.num_blocks;
         --remaining;
@@ -138,7 +142,43 @@ struct Producer {
       ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
       LoadPanels<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);
     }
+    if constexpr (Config::kHasTerms) LoadBias(stage, begin);
     k_ring.Advance();
+  }
+
+  // The bias of the tile's queries and of the block's keys.
+  __device__ __forceinline__ void LoadBias(int stage, int begin) {
+    const ScoreTerms& terms = params.terms;
+    const Tile& tile = shared.item.tile;
+    if (terms.kind == BiasKind::kTiles && lane == 0) {
+      const int head = terms.head_stride == 0 ? 0 : shared.item.head;
+      const int batch = terms.batch_stride == 0 ? 0 : tile.batch;
+      ArriveExpectBytes(&shared.bias_full[stage], sizeof(shared.bias[stage]));
+#pragma unroll
+      for (int i = 0; i < Config::kBlockN; i += 64) {
+        LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
+                    shared.bias[stage] + i * Config::kBlockM, begin + i, tile.begin, head, batch);
+      }
+      // It is in no cache yet, and the ring is too short for the way from memory.
+      const int ahead = begin - Config::kKStages * Config::kBlockN;
+      if (ahead + Config::kBlockN > shared.item.columns.begin) {
+#pragma unroll
+        for (int i = 0; i < Config::kBlockN; i += 64) {
+          PrefetchBoxOnce(&params.bias_map, ahead + i, tile.begin, head, batch);
+        }
+      }
+    } else if (terms.kind == BiasKind::kByKey) {
+      __syncwarp();  // The first lane has written the head.
+      const int64_t offset = terms.Offset(tile.batch, shared.item.head);
+#pragma unroll
+      for (int i = 0; i < Config::kBlockN; i += 32) {
+        const int key = begin + i + lane;
+        const bool is_inside = 0 <= key && key < params.work.num_columns;
+        shared.key_bias[stage][i + lane] =
+            is_inside ? terms.Load<typename Config::Element>(offset + key) : 0.0f;
+      }
+      ArriveByWarp(&shared.bias_full[stage], lane);
+    }
   }
 
   __device__ __forceinline__ void LoadValues(int row) {

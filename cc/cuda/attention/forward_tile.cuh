@@ -7,6 +7,7 @@
 #include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
+#include "cc/cuda/attention/score_terms.cuh"
 
 namespace jax_magi::cuda {
 
@@ -14,6 +15,7 @@ namespace jax_magi::cuda {
 // i >> log2_pack of head i % 2^log2_pack. It holds as many as fit, but no more than all need.
 template <typename Config>
 JAX_MAGI_INLINE int Log2Pack(int num_rows, int group) {
+  if constexpr (Config::kHasTerms) return 0;  // Heads have terms of their own.
   int log2_pack = 0;
   const auto fits = [&](int pack) {
     return Config::kBlockM % pack == 0 && num_rows * pack <= Config::kBlockM;
@@ -36,13 +38,42 @@ struct ForwardParams {
   float *lse, *max_logits;
 };
 
+// The same, of a call with terms.
+struct ForwardTermsParams : ForwardParams {
+  CUtensorMap bias_map;
+  ScoreTerms terms;
+  bool is_out_float;
+};
+template <typename Config>
+using ForwardParamsOf = std::conditional_t<Config::kHasTerms, ForwardTermsParams, ForwardParams>;
+
+// Shared memory for a bias, block by block with the keys.
+template <typename Config, bool kHasTerms>
+struct ForwardBias {};
+template <typename Config>
+struct ForwardBias<Config, true> {
+  // [panel of 64 keys][row][64 keys], as TMA writes it.
+  alignas(1024) typename Config::Element bias[Config::kKStages][Config::kBlockM * Config::kBlockN];
+  // Of a bias that is the same for all queries.
+  alignas(16) float key_bias[Config::kKStages][Config::kBlockN];
+  uint64_t bias_full[Config::kKStages];  // Like k_full. It is given back with the keys.
+};
+
 // One query tile of one head, or of several packed. num_blocks < 0: no more work.
 struct alignas(16) TileInfo {
   int32_t batch, head, num_heads, log2_pack, begin, num_rows, num_blocks;
 };
 
+// Where the tile of a stage of queries is described. With terms there is one stage, but two of
+// these: one is in use until all consumers have the queries of the next tile.
 template <typename Config>
-struct ForwardShared {
+__device__ __forceinline__ int TileSlot(const RingPosition<Config::kQStages>& q_ring) {
+  static_assert(!Config::kHasTerms || Config::kQStages == 1, "its phase tells tiles apart");
+  return Config::kHasTerms ? q_ring.phase : q_ring.stage;
+}
+
+template <typename Config>
+struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   static constexpr int kQStages = Config::kQStages;
   static constexpr int kKStages = Config::kKStages, kVStages = Config::kVStages;
   // TMA's 128-byte swizzle repeats every 1024 bytes.
@@ -50,7 +81,7 @@ struct ForwardShared {
   alignas(1024) typename Config::Element k[kKStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];
-  TileInfo tile[kQStages];
+  TileInfo tile[Config::kHasTerms ? 2 : kQStages];
   WorkItem item;       // The producer's own.
   uint32_t next_work;  // From the cluster's first block of threads to the others.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,

@@ -161,6 +161,15 @@ __device__ __forceinline__ void LoadBulk(void* dst, const void* src, uint32_t nu
       : "memory");
 }
 
+// Copies 4 bytes, or zero where `is_inside` is false.
+__device__ __forceinline__ void CopyWord(void* dst, const void* src, bool is_inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(SharedAddress(dst)), "l"(src),
+               "r"(is_inside ? 4 : 0)
+               : "memory");
+}
+// Until this thread's copies are there.
+__device__ __forceinline__ void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Loads a box at (dim, head, row, batch) of a [batch, rows, heads, dim] tensor.
 __device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrier, void* dst,
                                         int dim, int head, int row, int batch) {
@@ -171,7 +180,33 @@ __device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrie
       : "memory");
 }
 
-// The same, to the same place in each block of threads of the cluster whose bit is set in `ranks`.
+// For what is read or written once: it shall not drive what is read again out of the L2 cache.
+__device__ __forceinline__ uint64_t OncePolicy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void LoadBoxOnce(const CUtensorMap* map, uint64_t* barrier, void* dst,
+                                            int dim, int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(SharedAddress(dst)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(dim), "r"(head), "r"(row), "r"(batch),
+      "l"(OncePolicy())
+      : "memory");
+}
+// Has such a box brought to the L2 cache.
+__device__ __forceinline__ void PrefetchBoxOnce(const CUtensorMap* map, int dim, int head, int row,
+                                                int batch) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile.L2::cache_hint"
+      " [%0, {%1, %2, %3, %4}], %5;" ::"l"(map),
+      "r"(dim), "r"(head), "r"(row), "r"(batch), "l"(OncePolicy())
+      : "memory");
+}
+
+// Loads a box, to the same place in each block of threads of the cluster whose bit is set in
+// `ranks`.
 __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t* barrier,
                                                 void* dst, uint16_t ranks, int dim, int head,
                                                 int row, int batch) {
@@ -187,6 +222,15 @@ __device__ __forceinline__ void ReduceAdd(float* dst, const float* src, uint32_t
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
       "r"(SharedAddress(src)), "r"(num_bytes)
+      : "memory");
+}
+// Writes a box in shared memory to such a tensor. It is committed and waited for like an addition.
+__device__ __forceinline__ void StoreBoxOnce(const CUtensorMap* map, const void* src, int dim,
+                                             int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint"
+      " [%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(map),
+      "r"(SharedAddress(src)), "r"(dim), "r"(head), "r"(row), "r"(batch), "l"(OncePolicy())
       : "memory");
 }
 __device__ __forceinline__ void CommitReduce() {
@@ -229,6 +273,14 @@ __device__ __forceinline__ void StoreMatricesTransposed(void* address, const uin
 // Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void LoadMatrices(const void* address, uint32_t* x) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(SharedAddress(address))
+               : "memory");
+}
+
+// The same, transposed.
+__device__ __forceinline__ void LoadMatricesTransposed(const void* address, uint32_t* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(SharedAddress(address))
                : "memory");

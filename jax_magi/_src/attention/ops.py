@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import BACKENDS, Backend
+from jax_magi._src.native.backends import BACKENDS, Backend, check_implementation
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 from jax_magi._src.transforms.varying import vary_like
@@ -278,8 +278,20 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
     for platform, backend in BACKENDS.items()
   }
 
-  def usable(q, _, v, *rest):
-    return {p: f for p, f in natives.items() if BACKENDS[p].attention_obstacle(q, v) is None}
+  def usable(*operands):
+    named = dict(zip(call.operands, operands, strict=True))
+    has_terms = not named.keys().isdisjoint(("bias", "alibi_slopes"))
+    is_in_order = config.deterministic and "bias" in call.wants
+    check = functools.partial(
+      Backend.attention_obstacle,
+      q=named["q"],
+      v=named["v"],
+      has_terms=has_terms,
+      bias_in_order=named["bias"] if is_in_order else None,
+    )
+    # Besides what was checked with the arguments, before it was known which gradients are wanted.
+    check_implementation(config.implementation, "blockwise", check)
+    return {platform: fun for platform, fun in natives.items() if check(BACKENDS[platform]) is None}
 
   # A gradient is one for each mapped element, and so is then the operand.
   shared = {"slices", "bias"}.intersection(call.operands).difference(call.wants)

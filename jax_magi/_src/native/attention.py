@@ -120,6 +120,13 @@ def _needs(
   )
 
 
+def _bias_for(bias, backend: Backend):
+  """In float32, where its rows are not what the backend's kernels take of 16-bit elements."""
+  if bias is None or bias.dtype == np.float32 or bias.shape[2] == 1:
+    return bias
+  return bias if bias.shape[3] % backend.bias_multiple == 0 else bias.astype(np.float32)
+
+
 def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
   """Operands without elements where there is none."""
   # Made by an operation: custom_partitioning takes no constants.
@@ -153,6 +160,7 @@ def forward(
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
   batch, q_len, num_q_heads, _ = q.shape
+  bias = _bias_for(bias, backend)
   needs = _needs(
     backend,
     q,
@@ -207,6 +215,8 @@ def backward(
   That may be the gradient of "bias", in its dtype, and that of "alibi_slopes".
   """
   dims = q.shape[-1], k.shape[-1], v.shape[-1]
+  bias_dtype = None if bias is None else bias.dtype
+  bias = _bias_for(bias, backend)
   q, k, v, dout = (_pad_dim(x, backend) for x in (q, k, v, dout))
   needs = _needs(
     backend,
@@ -246,7 +256,7 @@ def backward(
     dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
   gradients = [x[..., :dim] for x, dim in zip((dq, dk, dv), dims, strict=True)]
   if "bias" in wants:
-    gradients.append(dbias.astype(bias.dtype))
+    gradients.append(dbias.astype(bias_dtype))
   if "alibi_slopes" in wants:
     gradients.append(dslopes)
   return tuple(gradients)

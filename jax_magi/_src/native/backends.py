@@ -28,7 +28,11 @@ class Backend:
     module: what hands out the handlers, and answers `needs`; None if it was not built.
     attention_dtypes: element types that the attention kernels take.
     max_head_dim: the largest head dim that they take; None is no limit.
+    max_head_dim_with_terms: the same, for calls with a bias or ALiBi slopes.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
+    bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
+    sums_bias_in_order: whether the gradient of a bias that batch rows or heads share, but queries
+      do not, can be equal bit for bit from run to run.
     compute_capability: that of the GPUs for which the kernels are built; None is any device.
     devices: those devices, in words.
     max_softmax_rows: the softmax kernels take fewer rows than this; None is no limit.
@@ -39,19 +43,45 @@ class Backend:
   module: Any
   attention_dtypes: tuple[Any, ...] = (jnp.float32, jnp.bfloat16, jnp.float16)
   max_head_dim: int | None = None
+  max_head_dim_with_terms: int | None = None
   head_dim_multiple: int = 1
+  bias_multiple: int = 1
+  sums_bias_in_order: bool = True
   compute_capability: str | None = None
   devices: str = "any device"
   max_softmax_rows: int | None = None
 
-  def attention_obstacle(self, q: Any, v: Any) -> str | None:
-    """Why the attention kernels cannot be used for these operands; None if they can."""
+  def attention_obstacle(
+    self, q: Any, v: Any, *, has_terms: bool = False, bias_in_order: Any = None
+  ) -> str | None:
+    """Why the attention kernels cannot be used for these operands; None if they can.
+
+    Args:
+      q: `[..., num_q_heads, head_dim]`.
+      v: `[..., value_dim]`.
+      has_terms: whether there is a bias or ALiBi slopes.
+      bias_in_order: a bias `[batch or 1, num_q_heads or 1, q_len or 1, k_len]` whose gradient is
+        wanted, and must be equal bit for bit from run to run; None is none.
+    """
     dtypes = " and ".join(jnp.dtype(d).name for d in self.attention_dtypes)
     if q.dtype not in self.attention_dtypes:
       return f"the kernels take {dtypes}, not {q.dtype}"
     dims = q.shape[-1], v.shape[-1]
     if self.max_head_dim is not None and max(dims) > self.max_head_dim:
       return f"the kernels take head dims up to {self.max_head_dim}, not {dims[0]} and {dims[1]}"
+    limit = self.max_head_dim_with_terms
+    if has_terms and limit is not None and max(dims) > limit:
+      return (
+        f"with a bias or ALiBi slopes the kernels take head dims up to {limit}, "
+        f"not {dims[0]} and {dims[1]}"
+      )
+    if bias_in_order is not None and not self.sums_bias_in_order:
+      batch, heads, rows, _ = bias_in_order.shape
+      if rows > 1 and (batch, heads) != (q.shape[0], q.shape[2]):
+        return (
+          "the kernels have no deterministic gradient of a bias that batch rows or heads share "
+          "and queries do not"
+        )
     return self._device_obstacle()
 
   def softmax_obstacle(self, x: Any) -> str | None:
@@ -106,7 +136,10 @@ HOPPER = Backend(
   _import("_cuda"),
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
+  max_head_dim_with_terms=128,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
+  bias_multiple=8,  # Likewise.
+  sums_bias_in_order=False,
   compute_capability="9.0",
   devices="Hopper GPUs (compute capability 9.0)",
   max_softmax_rows=2**31,

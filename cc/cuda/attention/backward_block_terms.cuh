@@ -1,0 +1,191 @@
+// The terms of a block's scores in the backward kernel, and their gradients.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_TERMS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_TERMS_CUH_
+
+#include "cc/cuda/attention/backward_block.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+struct BackwardBlockTerms {
+  using Element = typename Config::Element;
+  static constexpr int kColumns = Config::kBlockColumns;
+  BackwardBlock<Config>& block;
+
+  __device__ __forceinline__ BackwardTermsParams const& params() const { return block.params; }
+  __device__ __forceinline__ BackwardShared<Config>& shared() const { return block.shared; }
+
+  // 0 where there are none.
+  __device__ __forceinline__ float Slope(int batch, int head) const {
+    const float* slopes = params().terms.slopes;
+    return slopes == nullptr ? 0.0f : slopes[int64_t{batch} * params().num_q_heads + head];
+  }
+
+  // --- Where rows are keys ---
+
+  // From products to scores in natural units, with their terms. The bias is where dS will be, once
+  // `full` has completed the phase.
+  __device__ __forceinline__ void AddByKeys(int stage, Element* ds, uint64_t* full,
+                                            uint32_t phase) const {
+    const ScoreTerms& terms = params().terms;
+    const int batch = shared().tile.batch, head = shared().head[stage];
+    const int key = shared().tile.begin + block.RowAnew();
+    const int distance = key - (shared().block[stage].begin + 2 * (block.thread % 4));
+    float factor = params().softmax_scale;
+    const float slope = Slope(batch, head);
+    float base[2] = {slope * distance, slope * (distance + 8)};
+    if (terms.kind == BiasKind::kByKey) {
+      const int64_t first = terms.Offset(batch, head) + key;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (key + 8 * r < params().work.num_rows) base[r] += terms.Load<Element>(first + 8 * r);
+      }
+    } else if (terms.kind == BiasKind::kTiles) {
+      Wait(full, phase);
+      const Element* address = block.DsMatrices(ds);
+      AddPackedBias<Element>(factor, block.scores, [&](int step, uint32_t* x) {
+        LoadMatricesTransposed(address + step * 16 * 64, x);
+      });
+      factor = 1.0f;
+    } else if (terms.kind == BiasKind::kFloat) {
+      AddStagedHalf<0>(stage, ds);
+      AddStagedHalf<1>(stage, ds);
+      factor = 1.0f;
+    }
+    const bool is_scaled = terms.kind == BiasKind::kTiles || terms.kind == BiasKind::kFloat;
+    if (!is_scaled || terms.slopes != nullptr) AddSlopes(factor, -slope, base, block.scores);
+  }
+
+  // Adds half of a bias in float32, as there is room for no more. A warp's keys of a query take two
+  // of the rows that dS will have.
+  template <int kPart>
+  __device__ __forceinline__ void AddStagedHalf(int stage, Element* ds) const {
+    constexpr int kHalf = kColumns / 2;
+    static_assert(kHalf % 8 == 0, "half a block is whole matrices");
+    const ScoreTerms& terms = params().terms;
+    const unsigned thread = block.ThreadAnew(), lane = thread % 32, warp = thread / 32;
+    const auto staged = [&](unsigned query, unsigned key) {  // Of the warp's 16.
+      const unsigned row = 2 * query + key / 8, chunk = 2 * warp + key / 4 % 2;
+      Element* panel = ds + block.RowPart() * 64 * kColumns;
+      return reinterpret_cast<float*>(panel + row * 64 + (chunk ^ (row % 8)) * 8) + key % 4;
+    };
+    const int key = shared().tile.begin + block.RowPart() * 64 + int(warp * 16 + lane % 16);
+    const int first = shared().block[stage].begin + kPart * kHalf;
+    const float* source = static_cast<const float*>(terms.bias) +
+                          terms.Offset(shared().tile.batch, shared().head[stage]) +
+                          (first + int(lane / 16)) * terms.q_stride + key;
+    __syncwarp();  // All have read the half before.
+#pragma unroll 1
+    for (int i = 0; i < kHalf; i += 2, source += 2 * terms.q_stride) {
+      const int query = i + int(lane / 16);
+      const bool is_inside = key < params().work.num_rows && first + query < params().q_len;
+      CopyWord(staged(query, lane % 16), source, is_inside);
+    }
+    WaitForCopies();
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float* bias = staged(2 * (lane % 4) + e % 2, lane / 4 + 8 * (e / 2));
+#pragma unroll
+      for (int i = 0; i < kHalf / 8; ++i) {
+        float& score = block.scores[kPart * kHalf / 2 + 4 * i + e];
+        score = score * params().softmax_scale + bias[i * 16 * 32];  // 16 rows of 32 words.
+      }
+    }
+  }
+
+  // Adds to the gradients of terms in memory what they have of this block, from dS in place of dP.
+  __device__ __forceinline__ void AddGradients(int stage) const {
+    const TermGradients& gradients = params().gradients;
+    const bool has_sums = gradients.key_sums != nullptr || gradients.key_moments != nullptr;
+    if (!has_sums && gradients.dbias_sums == nullptr) return;
+    const float* ds = block.dp;
+    const int batch = shared().tile.batch, head = shared().head[stage];
+    const int key = shared().tile.begin + block.RowAnew();
+    const int query = shared().block[stage].begin + 2 * (block.thread % 4);
+    const int end = shared().tile.begin + shared().tile.num_rows;
+    if (has_sums) {
+      float sum[2] = {0.0f, 0.0f}, moment[2] = {0.0f, 0.0f};
+      block.ForEachPair([&](int e, int i, int r) {
+        sum[r] += ds[2 * e] + ds[2 * e + 1];
+        moment[r] -= ds[2 * e] * (8 * i) + ds[2 * e + 1] * (8 * i + 1);
+      });
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        moment[r] = QuadSum(moment[r] + sum[r] * (key + 8 * r - query));
+        sum[r] = QuadSum(sum[r]);
+        if (block.thread % 4 != 0 || key + 8 * r >= end) continue;
+        const int64_t offset =
+            (int64_t{batch} * params().num_q_heads + head) * params().work.num_rows + key + 8 * r;
+        if (gradients.key_sums != nullptr) atomicAdd(gradients.key_sums + offset, sum[r]);
+        if (gradients.key_moments != nullptr) atomicAdd(gradients.key_moments + offset, moment[r]);
+      }
+    }
+    if (gradients.dbias_sums != nullptr) {
+      const int64_t stride = params().terms.q_stride;
+      float* first =
+          gradients.dbias_sums + params().terms.Offset(batch, head) + query * stride + key;
+      block.ForEachPair([&](int e, int i, int r) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (key + 8 * r < end && query + 8 * i + c < params().q_len) {
+            atomicAdd(first + (8 * i + c) * stride + 8 * r, ds[2 * e + c]);
+          }
+        }
+      });
+    }
+  }
+
+  // --- Where rows are queries ---
+
+  // The bias comes with the values of a stage, and in the same phase.
+  __device__ __forceinline__ void AddByQueries(int x_stage, int y_stage, uint32_t phase) const {
+    const ScoreTerms& terms = params().terms;
+    const unsigned thread = block.ThreadAnew();
+    const int batch = shared().tile.batch, head = shared().tile.row_head;
+    const int row = shared().tile.begin + block.RowAnew();
+    const int key = shared().block[x_stage].begin + 2 * int(thread % 4);
+    const int num_keys = params().work.num_columns;
+    float factor = params().softmax_scale;
+    if (terms.kind == BiasKind::kByKey) {
+      const int64_t first = terms.Offset(batch, head) + key;
+      AddBias(factor, block.scores, [&](int i, int, float (&x)[2]) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * i + e;
+          x[e] = key + column < num_keys ? terms.Load<Element>(first + column) : 0.0f;
+        }
+      });
+    } else if (terms.kind == BiasKind::kTiles) {
+      Wait(&shared().bias_full[y_stage], phase);
+      const int tile_row = block.RowPart() * 64 + thread / 32 * 16 + thread % 16;
+      AddPackedBias<Element>(factor, block.scores, [&](int step, uint32_t* x) {
+        const int chunk = 2 * (step % 4) + thread % 32 / 16;
+        const Element* panel = shared().bias[y_stage] + step / 4 * Config::kBlockRows * 64;
+        LoadMatrices(panel + tile_row * 64 + (chunk ^ (tile_row % 8)) * 8, x);
+      });
+    } else if (terms.kind == BiasKind::kFloat) {
+      const int warp_row = block.RowPart() * 64 + thread / 32 * 16;
+      static_assert(2 * sizeof(Element) >= sizeof(float), "the stages are large enough");
+      const StagedRows<kColumns> staged{reinterpret_cast<float*>(shared().bias[0]) +
+                                        warp_row * kColumns};
+      const int first_row = shared().tile.begin + warp_row;
+      staged.Copy(static_cast<const float*>(terms.bias) + terms.Offset(batch, head) +
+                      first_row * terms.q_stride,
+                  terms.q_stride, params().q_len - first_row, shared().block[x_stage].begin,
+                  num_keys, thread % 32);
+      staged.Add(factor, thread % 32, block.scores);
+    }
+    if (terms.kind != BiasKind::kNone) factor = 1.0f;
+    if (terms.slopes != nullptr) {
+      const float slope = Slope(batch, head);
+      const int distance = key - row;
+      AddSlopes(factor, slope, {slope * distance, slope * (distance - 8)}, block.scores);
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_TERMS_CUH_

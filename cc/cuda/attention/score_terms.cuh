@@ -1,0 +1,132 @@
+// What scores are made of besides the product of queries and keys: a bias, and ALiBi's slopes.
+//
+// Kernels with terms have scores in natural units, softmax_scale * q k^T + bias + slope * (j - i),
+// before they are hidden or capped.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
+
+#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/online_softmax.cuh"
+
+namespace jax_magi::cuda {
+
+// How a kernel gets at the bias.
+enum class BiasKind : int32_t {
+  kNone,
+  kTiles,  // Of the operands' element type, and different for each query: by TMA.
+  kByKey,  // The same for all queries.
+  kFloat,  // In float32, and different for each query: word by word.
+};
+
+struct ScoreTerms {
+  BiasKind kind;
+  bool is_float;     // The bias is float32; else it has the operands' element type.
+  const void* bias;  // [batch, num_q_heads, q_len, k_len], with strides of 0 where it is shared.
+  int64_t batch_stride, head_stride, q_stride;
+  const float* slopes;  // [batch, num_q_heads]; null: none.
+  SoftmaxScale scale;   // For scores in natural units. An inverse cap of 0 is none.
+
+  __device__ __forceinline__ int64_t Offset(int batch, int head) const {
+    return batch * batch_stride + head * head_stride;
+  }
+  template <typename Element>
+  __device__ __forceinline__ float Load(int64_t offset) const {
+    return is_float ? static_cast<const float*>(bias)[offset]
+                    : static_cast<float>(static_cast<const Element*>(bias)[offset]);
+  }
+};
+
+// scores = scores * factor + bias. load(step, x) loads packed pairs of the 16 columns from
+// 16 * step on: those of four 8 x 8 matrices, two of rows by two of columns.
+template <typename Element, int kCount, typename Load>
+__device__ __forceinline__ void AddPackedBias(float factor, float (&scores)[kCount], Load load) {
+#pragma unroll
+  for (int step = 0; step < kCount / 8; ++step) {
+    uint32_t x[4];
+    load(step, x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 bias = UnpackPair<Element>(x[i]);
+      float* pair = scores + 8 * step + 2 * i;
+      pair[0] = pair[0] * factor + bias.x;
+      pair[1] = pair[1] * factor + bias.y;
+    }
+  }
+}
+
+// The same, where load(i, r, x) loads those of pair `i` of columns and row `r`.
+template <int kCount, typename Load>
+__device__ __forceinline__ void AddBias(float factor, float (&scores)[kCount], Load load) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float bias[2];
+      load(i, r, bias);
+      float* pair = scores + 4 * i + 2 * r;
+      pair[0] = pair[0] * factor + bias[0];
+      pair[1] = pair[1] * factor + bias[1];
+    }
+  }
+}
+
+// A block of the bias of a warp's 16 rows, in float32, in shared memory of its own. Eight columns
+// lie together, those of neighbouring rows in different banks.
+template <int kColumns>
+struct StagedRows {
+  static_assert(kColumns % 64 == 0, "rows differ in three bits");
+  float* rows;
+
+  __device__ __forceinline__ float* At(unsigned row, unsigned column) const {
+    return rows + row * kColumns + (column ^ (row % 8 * 8));
+  }
+
+  // From `source`, whose rows lie `stride` apart, and columns from `begin` on. Zeros from row
+  // `num_rows` on, and outside of [0, num_columns).
+  __device__ __forceinline__ void Copy(const float* source, int64_t stride, int num_rows, int begin,
+                                       int num_columns, unsigned lane) const {
+    source += begin + int(lane);
+    __syncwarp();  // All have read the block before.
+#pragma unroll 1
+    for (int row = 0; row < 16; ++row, source += stride) {
+#pragma unroll 1
+      for (int i = 0; i < kColumns; i += 32) {
+        const int column = begin + int(lane) + i;
+        const bool is_inside = row < num_rows && 0 <= column && column < num_columns;
+        CopyWord(At(row, lane + i), source + i, is_inside);
+      }
+    }
+    WaitForCopies();
+    __syncwarp();
+  }
+
+  // scores = scores * factor + the block.
+  __device__ __forceinline__ void Add(float factor, unsigned lane,
+                                      float (&scores)[kColumns / 2]) const {
+    AddBias(factor, scores, [&](int i, int r, float (&x)[2]) {
+      const float2 pair =
+          *reinterpret_cast<const float2*>(At(8 * r + lane / 4, 8 * i) + 2 * (lane % 4));
+      x[0] = pair.x;
+      x[1] = pair.y;
+    });
+  }
+};
+
+// scores = scores * factor + base + step * column: `base` by row, columns from the thread's first.
+template <int kCount>
+__device__ __forceinline__ void AddSlopes(float factor, float step, const float (&base)[2],
+                                          float (&scores)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float column = static_cast<float>(8 * i + e % 2);
+      scores[4 * i + e] = scores[4 * i + e] * factor + (step * column + base[e / 2]);
+    }
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_

@@ -1,0 +1,267 @@
+"""Bias and ALiBi slopes in the Hopper kernels, on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_magi
+from jax_magi import AttentionMask
+from jax_magi._src.native.backends import HOPPER
+from tests.accuracy import DTYPES, check_attention, check_close, make_inputs
+from tests.arrays import assert_same_bits, normals
+from tests.bias_cases import BIAS_CASES
+
+pytestmark = pytest.mark.gpu
+
+_DTYPES = ["bf16", "f16"]
+_LIMIT = HOPPER.max_head_dim_with_terms
+_TAKEN = [case for case in BIAS_CASES if max(case.case.head_dim, case.case.value_dim) <= _LIMIT]
+_OTHERS = [case for case in BIAS_CASES if case not in _TAKEN]
+
+bias_cases = pytest.mark.parametrize("case", _TAKEN, ids=lambda case: case.name)
+
+
+def _is_shared(case) -> bool:
+  """Whether heads share a bias that differs from query to query."""
+  return case.bias in ("1qk", "qk") and case.case.num_q_heads > 1 and case.case.mask.q_len > 1
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@bias_cases
+def test_case(case, dtype):
+  check_attention(case.make_inputs(dtype), case.case.mask, "cuda", **case.case.options)
+
+
+@bias_cases
+def test_case_with_a_known_mask(case):
+  inputs, options = case.make_inputs("bf16"), case.case.options
+  check_attention(inputs, case.case.mask, "cuda", is_mask_known=True, **options)
+
+
+@bias_cases
+def test_case_deterministic(case):
+  inputs, options = case.make_inputs("bf16"), {"deterministic": True, **case.case.options}
+  if _is_shared(case):
+    with pytest.raises(NotImplementedError, match="no deterministic gradient of a bias"):
+      check_attention(inputs, case.case.mask, "cuda", **options)
+    return
+  check_attention(inputs, case.case.mask, "cuda", **options)
+
+
+@pytest.mark.parametrize("case", _OTHERS, ids=lambda case: case.name)
+def test_other_head_dims_take_the_plain_path(case):
+  inputs, options = case.make_inputs("bf16"), case.case.options
+  with pytest.raises(NotImplementedError, match="take head dims up to 128"):
+    check_attention(inputs, case.case.mask, "cuda", **options)
+  check_attention(inputs, case.case.mask, None, **options)
+
+
+# --- lengths around tiles and blocks, and lengths that TMA does not take ---
+
+_BIASES = ["hqk", "1qk", "h1k", "11k"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("bias", _BIASES)
+@pytest.mark.parametrize("length", [1, 8, 63, 64, 65, 128, 129, 192, 193, 1000])
+def test_length(length, bias, head_dim):
+  shape = (length, length, 4, 2, head_dim, head_dim)
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], *shape, bias=bias, has_alibi=True)
+  check_attention(inputs, AttentionMask.causal(length), "cuda")
+  check_attention(inputs, AttentionMask.full(length), "cuda", is_mask_known=True)
+
+
+@pytest.mark.parametrize("is_bias_f32", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("q_len", "k_len"), [(300, 520), (520, 304), (5, 1000), (1000, 7)])
+def test_lengths_that_differ(q_len, k_len, head_dim, is_bias_f32):
+  dtype = DTYPES["bf16"]
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    dtype,
+    *(q_len, k_len, 6, 2, head_dim, head_dim),
+    bias="hqk",
+    bias_dtype=np.float32 if is_bias_f32 else dtype,
+  )
+  for mask in (
+    AttentionMask.full(q_len, k_len),
+    AttentionMask.sliding_window(q_len, k_len, left=70, right=3),
+  ):
+    check_attention(inputs, mask, "cuda")
+    check_attention(inputs, mask, "cuda", deterministic=True)
+
+
+@pytest.mark.parametrize("bias", ["hqk", "h1k", None])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_slices(head_dim, bias):
+  """More of them in one row than the kernel that writes zeros keeps in shared memory."""
+  q_len, k_len, num_slices = 200, 1600, 150
+  begins = 10 * np.arange(num_slices)
+  q_ranges = np.tile([[20, 150]], (num_slices, 1))
+  k_ranges = np.stack([begins, begins + 5], axis=1)
+  mask = AttentionMask.from_ranges(q_ranges, k_ranges, q_len=q_len, k_len=k_len)
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    DTYPES["bf16"],
+    *(q_len, k_len, 2, 1, head_dim, head_dim),
+    bias=bias,
+    has_alibi=True,
+  )
+  check_attention(inputs, mask, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_slices(seed):
+  rng = np.random.default_rng(seed)
+  q_len, k_len = (int(x) for x in rng.integers(1, 700, 2))
+  cuts = np.unique(rng.integers(0, k_len + 1, 6))
+  k_ranges = np.stack([cuts[:-1], cuts[1:]], axis=1).reshape(-1, 2)
+  q_ranges = np.sort(rng.integers(0, q_len + 1, (len(k_ranges), 2)), axis=1)
+  types = rng.integers(0, 4, len(k_ranges))
+  mask = AttentionMask.from_ranges(q_ranges, k_ranges, types, q_len=q_len, k_len=k_len)
+  head_dim, bias = int(rng.choice([64, 80, 128])), str(rng.choice(_BIASES))
+  dtype = DTYPES[str(rng.choice(_DTYPES))]
+  inputs = make_inputs(
+    rng,
+    dtype,
+    *(q_len, k_len, 6, 3, head_dim, head_dim),
+    bias=bias,
+    bias_dtype=rng.choice([np.float32, dtype]),
+    has_alibi=bool(rng.integers(2)),
+  )
+  softcap = float(rng.choice([0.0, 4.0]))
+  check_attention(inputs, mask, "cuda", softcap=softcap, is_mask_known=bool(rng.integers(2)))
+
+
+# --- batches ---
+
+
+def _batch_gradients(attend, operands, dout):
+  @jax.jit
+  def run(operands, dout):
+    out, vjp = jax.vjp(attend, *operands)
+    return out, *vjp(dout)
+
+  return run(operands, dout)
+
+
+@pytest.mark.parametrize("shape", ["bhqk", "1hqk", "b1qk", "11qk", "bh1k", "b11k", "111k"])
+@pytest.mark.parametrize("k_len", [200, 203])
+def test_batch(shape, k_len):
+  """One call over a batch, against one call for each of its rows in float64."""
+  sizes = {"b": 3, "h": 4, "q": 150, "k": k_len, "1": 1}
+  bias_shape = tuple(sizes[letter] for letter in shape)
+  q, k, v, dout, bias = normals(
+    (3, 150, 4, 64), (3, k_len, 2, 64), (3, k_len, 2, 64), (3, 150, 4, 64), bias_shape
+  )
+  bias[..., 17] = -np.inf
+  low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, bias)]
+
+  def attend(q, k, v, bias, implementation):
+    return jax_magi.dot_product_attention(
+      q, k, v, bias, is_causal=True, implementation=implementation
+    )
+
+  dout = jnp.asarray(dout, jnp.bfloat16)
+  ours = _batch_gradients(functools.partial(attend, implementation="cuda"), low, dout)
+  with jax.default_device(jax.devices("cpu")[0]):
+    high = [np.asarray(x, np.float32) for x in (*low, dout)]
+    plain = functools.partial(attend, implementation="blockwise")
+    truth = _batch_gradients(plain, high[:4], high[4])
+    rounded = _batch_gradients(plain, *jax.device_get((low, dout)))
+  for name, got, expected, other in zip(
+    ("out", "dq", "dk", "dv", "dbias"), ours, truth, rounded, strict=True
+  ):
+    check_close(name, got, expected, other, jnp.bfloat16)
+
+
+# --- properties ---
+
+
+@pytest.mark.parametrize("bias", ["hqk", "h1k", "11k", None])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_are_equal_bit_for_bit(head_dim, bias):
+  length = 1504
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    DTYPES["bf16"],
+    *(length, length, 6, 2, head_dim, head_dim),
+    bias=bias,
+    has_alibi=True,
+  )
+  mask = AttentionMask.from_cu_seqlens([0, 300, 1100, 1101, length], causal=True)
+  q, k, v, _, *terms = inputs.all_operands
+  terms = {n: x for n, x in zip(("bias", "alibi_slopes"), terms, strict=True) if x is not None}
+
+  @jax.jit
+  def gradients(operands, dout):
+    def fun(q, k, v, terms):
+      options = {"deterministic": True, "implementation": "cuda", **terms}
+      return jax_magi.attention(q, k, v, mask, **options)[0]
+
+    return jax.vjp(fun, *operands)[1](dout)
+
+  operands = jax.tree.map(jnp.asarray, (q, k, v, terms))
+  first = gradients(operands, jnp.asarray(inputs.dout))
+  for _ in range(10):
+    assert_same_bits(gradients(operands, jnp.asarray(inputs.dout)), first)
+
+
+@pytest.mark.parametrize("bias_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_rows_and_heads_whose_bias_hides_all_have_no_nan(bias_dtype, softcap):
+  q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in normals((300, 4, 128), *[(304, 2, 128)] * 2))
+  bias = normals((4, 300, 304))[0]
+  bias[:, 5] = bias[2] = -np.inf
+
+  @jax.jit
+  def run(q, k, v, bias):
+    def loss(q, k, v, bias):
+      out, meta = jax_magi.attention(
+        q,
+        k,
+        v,
+        AttentionMask.causal(300, 304),
+        bias=bias,
+        softcap=softcap,
+        return_max_logits=True,
+        implementation="cuda",
+      )
+      return out.astype(jnp.float32).sum(), (out, meta)
+
+    return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+
+  grads, (out, meta) = jax.device_get(run(q, k, v, jnp.asarray(bias, bias_dtype)))
+  grads, out = [np.asarray(x, np.float32) for x in grads], np.asarray(out, np.float32)
+  assert all(np.isfinite(x).all() for x in (*grads, out))
+  assert not out[5].any() and not out[:, 2].any() and not grads[0][5].any()
+  assert not grads[3][:, 5].any() and not grads[3][2].any()
+  assert (meta.lse[5] == -np.inf).all() and (meta.lse[:, 2] == -np.inf).all()
+  assert meta.max_logits[2] == -np.inf and np.isfinite(np.delete(meta.max_logits, 2)).all()
+
+
+def test_elements_past_two_to_the_31():
+  """A bias of 2.2e9 elements: the last head is that of a call without the others."""
+  heads, length = 33, 8192
+  key = jax.random.key(0)
+  q, k, v, dout = (
+    jax.random.normal(k, (length, heads, 64), jnp.bfloat16) for k in jax.random.split(key, 4)
+  )
+  bias = jax.random.normal(key, (heads, 1, length), jnp.bfloat16) * jnp.ones(
+    (1, length, 1), jnp.bfloat16
+  )
+  mask = AttentionMask.causal(length)
+
+  @jax.jit
+  def run(q, k, v, bias, dout):
+    fun = functools.partial(jax_magi.attention, implementation="cuda")
+    out, vjp = jax.vjp(lambda q, k, v, bias: fun(q, k, v, mask, bias=bias)[0], q, k, v, bias)
+    _, dk, dv, dbias = vjp(dout)
+    return out[:, -1], dk[:, -1], dv[:, -1], dbias[-1]
+
+  last = [x[:, -1:] for x in (q, k, v)]
+  expected = run(*last, bias[-1:], dout[:, -1:])
+  assert_same_bits(run(q, k, v, bias, dout), expected)
