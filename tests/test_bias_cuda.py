@@ -94,6 +94,23 @@ def test_lengths_that_differ(q_len, k_len, head_dim, is_bias_f32):
     check_attention(inputs, mask, "cuda", deterministic=True)
 
 
+@pytest.mark.parametrize("is_mask_known", [False, True])
+@pytest.mark.parametrize("bias", ["hqk", "1qk"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_slices_at_any_key(head_dim, bias, is_mask_known):
+  """TMA takes boxes of a bias from multiples of 8 keys alone, and slices begin where they like."""
+  length = 1264
+  documents = AttentionMask.from_cu_seqlens([0, 1, 302, 703, 1251, length])
+  causal = AttentionMask.from_cu_seqlens([0, 77, 590, 995, length], causal=True)
+  inputs = make_inputs(
+    np.random.default_rng(0), DTYPES["bf16"], *(length, length, 4, 2, head_dim, head_dim), bias=bias
+  )
+  for mask in (documents, causal, AttentionMask.sliding_window(length, left=333, right=5)):
+    check_attention(inputs, mask, "cuda", is_mask_known=is_mask_known)
+    if bias == "hqk":
+      check_attention(inputs, mask, "cuda", is_mask_known=is_mask_known, deterministic=True)
+
+
 @pytest.mark.parametrize("bias", ["hqk", "h1k", None])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_slices(head_dim, bias):

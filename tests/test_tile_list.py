@@ -15,6 +15,7 @@ MASKS = {
   "causal": AttentionMask.causal(1000),
   "window": AttentionMask.sliding_window(3000, left=1023),
   "documents": AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000], causal=True),
+  "odd_documents": AttentionMask.from_cu_seqlens([0, 701, 1597, 1804, 3000]),
   "tiny_documents": AttentionMask.from_cu_seqlens(np.arange(0, 1001, 10), causal=True),
   "rectangle": AttentionMask.causal(300, 1000),
   "few_queries": AttentionMask.causal(5, 1000),
@@ -46,11 +47,17 @@ def _tiles(mask, **call):
   return begin, num_rows, num_blocks
 
 
+def _with_bias(mask):
+  return {"bias_shape": (1, 1, mask.q_len, mask.k_len), "bias_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_every_row_is_in_one_tile(name, is_backward):
+def test_every_row_is_in_one_tile(name, is_backward, has_bias):
   mask = MASKS[name]
-  begin, num_rows, num_blocks = _tiles(mask, is_backward=is_backward)
+  changes = _with_bias(mask) if has_bias else {}
+  begin, num_rows, num_blocks = _tiles(mask, is_backward=is_backward, **changes)
   length = mask.k_len if is_backward else mask.q_len
   counts = np.zeros(length, int)
   for first, count in zip(begin, num_rows, strict=True):
@@ -71,6 +78,30 @@ def test_blocks_hold_what_is_visible_and_little_more(name, is_backward):
     assert blocks * columns >= len(seen)
     if name != "tiny_documents":  # There a tile has many slices, and a block for each.
       assert blocks * columns < len(seen) + columns * 2
+
+
+def _aligned(position):
+  return -(-position // 8) * 8
+
+
+def test_tiles_of_keys_are_aligned_where_there_is_a_bias():
+  """TMA takes boxes of a bias from multiples of 16 bytes alone."""
+  mask = MASKS["odd_documents"]
+  begin, _, _ = _tiles(mask, is_backward=True, **_with_bias(mask))
+  assert (begin % 8 == 0).all()
+  assert {0, 696, 1592, 1800} <= set(begin.tolist())
+
+
+def test_blocks_of_keys_are_aligned_where_there_is_a_bias():
+  """They are laid from right to left, and so from a multiple of 8 on."""
+  mask = MASKS["odd_documents"]
+  dense, num_more = mask.to_dense(), 0
+  tiles = _tiles(mask, is_backward=False, **_with_bias(mask))
+  for first, count, blocks in zip(*tiles, strict=True):
+    documents = {tuple(np.flatnonzero(row)[[0, -1]]) for row in dense[first : first + count]}
+    assert blocks == sum(-(-(_aligned(end + 1) - begin) // 128) for begin, end in documents)
+    num_more += blocks - sum(-(-(end + 1 - begin) // 128) for begin, end in documents)
+  assert num_more > 0, "no end was moved into another block"
 
 
 def test_tiles_are_cut_where_documents_begin():
@@ -101,6 +132,11 @@ def test_stamps_tell_tilings_apart():
   assert 0 not in stamps and set(stamps[:6]).isdisjoint(stamps[6:])
   # Head dims 64 and 128 have tiles of 192 and 128 rows.
   assert stamps[0] != stamps[2]
+  # With a bias, lists have other meanings: keys are aligned.
+  changes = _with_bias(AttentionMask.causal(8192))
+  for is_backward in (False, True):
+    stamp = _needs(AttentionMask.causal(8192), is_backward=is_backward, **changes).tile_stamp
+    assert stamp & 512 and stamp not in stamps
 
 
 @pytest.mark.parametrize(

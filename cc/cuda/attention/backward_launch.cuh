@@ -11,7 +11,8 @@
 namespace jax_magi::cuda {
 
 template <typename Config>
-constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, Config::kByKeys};
+constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, Config::kByKeys,
+                                    /*aligns_keys=*/Config::kHasTerms};
 
 // About as much work at once as blocks of threads that run at once, and no more: they then read the
 // same queries at about the same time.

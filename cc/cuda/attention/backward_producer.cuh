@@ -179,7 +179,8 @@ struct BackwardProducer {
         });
       }
     };
-    ForEachSlice<Config::kByKeys>(params.work, shared.item.tile, lane, load);
+    constexpr bool kAlignsEnd = Config::kByKeys || Config::kHasTerms;
+    ForEachSlice<Config::kByKeys, kAlignsEnd>(params.work, shared.item.tile, lane, load);
   }
 
   // Calls load() for each query head of the turn. The head is kept in shared memory, as registers
@@ -235,7 +236,8 @@ struct BackwardProducer {
     }
   }
 
-  // To the stage of dS that the block will have.
+  // To the stage of dS that the block will have. Tiles and blocks of keys begin at multiples of
+  // kPositionAlignment: TMA takes no others.
   __device__ __forceinline__ void LoadBias(int begin) {
     const ScoreTerms& terms = params.terms;
     if (terms.kind != BiasKind::kTiles) return;
@@ -255,6 +257,7 @@ struct BackwardProducer {
       if (ahead >= shared.item.columns.begin) {
 #pragma unroll
         for (int i = 0; i < Config::kBlockRows; i += 64) {
+          if (shared.item.tile.begin + i >= params.work.num_rows) continue;
           PrefetchBoxOnce(&params.bias_map, shared.item.tile.begin + i, ahead, BiasHead(),
                           BiasBatch());
         }

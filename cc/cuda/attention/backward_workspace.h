@@ -24,19 +24,20 @@ struct alignas(64) QueryStatistic {
   float delta[8];
 };
 
-// Blocks of queries begin at multiples of this.
-constexpr int kQueryAlignment = 8;
+// Blocks of queries begin at multiples of this; and blocks and tiles of keys, where a Tiling says
+// so.
+constexpr int kPositionAlignment = 8;
 
-JAX_MAGI_INLINE int AlignQuery(int query) {
-  return (query + kQueryAlignment - 1) / kQueryAlignment * kQueryAlignment;
+JAX_MAGI_INLINE int AlignPosition(int position) {
+  return (position + kPositionAlignment - 1) / kPositionAlignment * kPositionAlignment;
 }
 
-inline int DqSumRows(int64_t q_len) { return AlignQuery(static_cast<int>(q_len)); }
+inline int DqSumRows(int64_t q_len) { return AlignPosition(static_cast<int>(q_len)); }
 
 // Statistics of a head, so many that no block of queries reaches past them.
 inline int PaddedQueries(int64_t q_len) {
   constexpr int kLongestBlock = 128;
-  return Max(AlignQuery(static_cast<int>(q_len)), kLongestBlock);
+  return Max(AlignPosition(static_cast<int>(q_len)), kLongestBlock);
 }
 
 inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {

@@ -24,7 +24,8 @@ Tiling ConfigTiling(const AttentionShape& shape) {
   // Where queries are few, all tiles pack heads.
   const int most_rows = static_cast<int>(std::min<int64_t>(shape.q_len, Config::kBlockM));
   const int log2_pack = Log2Pack<Config>(most_rows, static_cast<int>(shape.group()));
-  return {Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false};
+  return {Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false,
+          /*aligns_keys=*/Config::kHasTerms};
 }
 
 template <typename Config>

@@ -115,7 +115,8 @@ struct Producer {
     const Tile& tile = shared.item.tile;
     int remaining = tile.num_blocks;
     int v_row = 0;  // v follows k by one block: scores come first.
-    ForEachSlice</*kByKeys=*/false>(params.work, tile, lane, [&](int slice, Range keys) {
+    constexpr bool kAlignsEnd = Config::kHasTerms;
+    const auto load = [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
       if constexpr (Config::kHasTerms) {
         if (lane == 0) shared.item.columns.begin = keys.begin;
@@ -127,7 +128,8 @@ struct Producer {
         if (!is_first) LoadValues(v_row);
         v_row = keys.end - Config::kBlockN;
       }
-    });
+    };
+    ForEachSlice</*kByKeys=*/false, kAlignsEnd>(params.work, tile, lane, load);
     if (tile.num_blocks > 0) LoadValues(v_row);
   }
 
@@ -146,7 +148,8 @@ struct Producer {
     k_ring.Advance();
   }
 
-  // The bias of the tile's queries and of the block's keys.
+  // The bias of the tile's queries and of the block's keys, which begin at a multiple of
+  // kPositionAlignment: TMA takes no other.
   __device__ __forceinline__ void LoadBias(int stage, int begin) {
     const ScoreTerms& terms = params.terms;
     const Tile& tile = shared.item.tile;
@@ -164,6 +167,7 @@ struct Producer {
       if (ahead + Config::kBlockN > shared.item.columns.begin) {
 #pragma unroll
         for (int i = 0; i < Config::kBlockN; i += 64) {
+          if (ahead + i + 64 <= 0) continue;
           PrefetchBoxOnce(&params.bias_map, ahead + i, tile.begin, head, batch);
         }
       }

@@ -166,8 +166,9 @@ __device__ __forceinline__ bool IsClean(const Slice& slice, const Tile& tile, in
 }
 
 // Calls walk(slice, columns) for each slice that touches the tile, by its index, with the columns
-// that some row sees. Lanes look at 32 slices at once.
-template <bool kByKeys, typename Walk>
+// that some row sees; their end is a multiple of kPositionAlignment, if that is asked for. Lanes
+// look at 32 slices at once.
+template <bool kByKeys, bool kAlignsEnd, typename Walk>
 __device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Tile& tile, int lane,
                                              Walk walk) {
   for (int first = tile.slice_begin; first < tile.slice_end; first += 32) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Til
       const Range rows =
           Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
       if (rows.begin < rows.end) touched = TouchedKeys(slice, rows);
-      if (kByKeys && touched.begin < touched.end) touched.end = AlignQuery(touched.end);
+      if (kAlignsEnd && touched.begin < touched.end) touched.end = AlignPosition(touched.end);
     }
     for (unsigned hits = __ballot_sync(~0u, touched.begin < touched.end); hits; hits &= hits - 1) {
       const int owner = __ffs(hits) - 1;

@@ -33,6 +33,10 @@ struct BackwardTermsConfig : BackwardConfig<kHeadDim_, Element_, /*kHasSoftcap=*
   // The warp that stores dS takes part in the consumers' barrier.
   static constexpr bool kDqIsLate = false;
   static constexpr bool kReadAhead = false;  // There are no registers for it.
+  // With 64 dims, consumers can spare what the producer needs for the bias.
+  static constexpr bool kNeedsMost = kHeadDim_ == 128 && kPart != BackwardPart::kQueries;
+  static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
+  static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
   // Threads that wait for dS: all consumers, and the warp that stores it.
   static constexpr int kDsThreads = 2 * kWarpgroup + 32;
   // Where rows are queries there is no dS in shared memory, and the bias comes with the values.

@@ -30,6 +30,7 @@ struct CutArgs {
   int num_lists;  // Slice lists: one for each batch element, or one for all.
   int num_rows, num_columns, num_slices;
   bool by_keys;
+  bool aligns_rows, aligns_columns;  // Tiles and blocks begin at multiples of kPositionAlignment.
   Divisor tile_rows, block_columns;
   Divisor candidates_per_list;  // For cuts: the first row, and both ends of each slice.
   const Slice* slices;
@@ -40,6 +41,8 @@ struct CutArgs {
         num_columns(NumColumns(shape, tiling)),
         num_slices(static_cast<int>(shape.num_slices)),
         by_keys(tiling.by_keys),
+        aligns_rows(tiling.by_keys && tiling.aligns_keys),
+        aligns_columns(tiling.by_keys || tiling.aligns_keys),
         tile_rows(tiling.num_rows),
         block_columns(tiling.num_columns),
         candidates_per_list(static_cast<int>(2 * shape.num_slices + 1)),
@@ -59,15 +62,16 @@ struct Segment {
   int first_tile, num_tiles;
 };
 
-// Row of a list's candidate `index` for a cut: 0 for the first, then both ends of each slice. 0
-// also stands for no cut.
+// Row of a list's candidate `index` for a cut: 0 for the first, then both ends of each slice, or a
+// little before. 0 also stands for no cut.
 JAX_MAGI_INLINE int CutRow(const CutArgs& args, const Slice* slices, int index) {
   if (index == 0) return 0;
   const Slice slice =
       LoadSlice(slices, (index - 1) / 2, args.num_rows, args.num_columns, args.by_keys);
   if (slice.q_begin >= slice.q_end || slice.k_begin >= slice.k_end) return 0;
   const int row = (index - 1) % 2 ? slice.q_end : slice.q_begin;
-  return row < args.num_rows ? row : 0;
+  if (row >= args.num_rows) return 0;
+  return args.aligns_rows ? row / kPositionAlignment * kPositionAlignment : row;
 }
 
 // Whether a cut at `row` is made, where `previous` is the candidate before it. A shorter segment is
@@ -92,7 +96,7 @@ JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i)
     if (rows.begin >= rows.end) continue;
     Range columns = TouchedKeys(slice, rows);
     if (columns.begin >= columns.end) continue;
-    if (args.by_keys) columns.end = AlignQuery(columns.end);
+    if (args.aligns_columns) columns.end = AlignPosition(columns.end);
     if (tile.num_blocks == 0) tile.slice_begin = s;
     tile.slice_end = s + 1;
     tile.num_blocks += args.block_columns.CeilDivide(columns.end - columns.begin);

@@ -44,11 +44,14 @@ struct Tiling {
   int num_rows;     // Of a tile.
   int num_columns;  // Of a block.
   bool by_keys;     // Rows are keys.
+  // Blocks and tiles of keys begin at multiples of kPositionAlignment: TMA takes boxes of a bias
+  // from there alone.
+  bool aligns_keys = false;
 
   // Tells lists of this tiling from others: programs may outlive the build that made their list.
   int32_t stamp() const {
     constexpr int32_t kVersion = 2;  // To be raised when TileList or Tile changes its meaning.
-    return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + num_columns;
+    return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + aligns_keys * 512 + num_columns;
   }
 };
 // Added to the stamp of a list with HasLongTiles: the host does not read lists when it launches.
