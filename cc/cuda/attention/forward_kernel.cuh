@@ -50,6 +50,7 @@ struct Consumer {
   uint32_t p[kBlockN / 4];
   float acc[Config::kValueDim / 2];
   RowState state;
+  LogitScale logit;  // Of the block, with terms.
 
   __device__ __forceinline__ void Run() {
     if constexpr (Config::kHasTerms) {
@@ -63,7 +64,7 @@ struct Consumer {
       Wait(&shared.q_full[q_ring.stage], q_ring.phase);
       if constexpr (Config::kHasTerms) {
         // No registers are free for it through the loop: it stays in shared memory.
-        const TileInfo& tile = shared.tile[TileSlot<Config>(q_ring)];
+        const TermsTileInfo& tile = shared.tile[TileSlot<Config>(q_ring)];
         if (tile.num_blocks < 0) return;
         Compute(tile);
         if (tile.num_rows > 0) Store(tile);
@@ -90,7 +91,7 @@ struct Consumer {
     q_ring.Advance();
   }
 
-  __device__ __forceinline__ void Compute(const TileInfo& tile) {
+  __device__ __forceinline__ void Compute(const TileInfoOf<Config>& tile) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       state.reference[r] = kNoReference;
@@ -111,7 +112,7 @@ struct Consumer {
     int flags = BlockFlags();
     WaitWgmma<0>();
     FinishScores(tile, flags);
-    OnlineSoftmax<Config::kHasSoftcap, Config::kHasTerms>(scale, state, scores, correction);
+    Softmax(correction);
     PackProbabilities<Element>(scores, p);
 
     // The next block's scores are computed while this one's probabilities meet their values, and
@@ -127,8 +128,7 @@ struct Consumer {
       // Asked before the softmax, as the answer takes its time; and the branch after it keeps ptxas
       // from moving the softmax behind the wait for the product.
       const bool has_keys = (flags & kLast) || IsDone(&shared.k_full[k_ring.stage], k_ring.phase);
-      const bool has_moved =
-          OnlineSoftmax<Config::kHasSoftcap, Config::kHasTerms>(scale, state, scores, correction);
+      const bool has_moved = Softmax(correction);
       if (!has_keys) WaitForKeys();
       WaitWgmma<0>();
       FinishValues();
@@ -189,7 +189,7 @@ struct Consumer {
   }
 
   // The scores have arrived: hides what the mask hides, and gives the keys back.
-  __device__ __forceinline__ void FinishScores(const TileInfo& tile, int flags) {
+  __device__ __forceinline__ void FinishScores(const TileInfoOf<Config>& tile, int flags) {
     FenceRegisters(scores);
     if constexpr (Config::kHasTerms) AddTerms(tile);
     if (flags & kMasked) {
@@ -202,14 +202,45 @@ struct Consumer {
     k_ring.Advance();
   }
 
-  // From products to scores in natural units, with their terms.
-  __device__ __forceinline__ void AddTerms(const TileInfo& tile) {
+  __device__ __forceinline__ bool Softmax(float (&correction)[2]) {
+    if constexpr (Config::kHasTerms) {
+      return OnlineSoftmaxOfLogits(scale, logit, state, scores, correction);
+    } else {
+      return OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
+    }
+  }
+
+  // From products to scores with their terms, and `logit`.
+  __device__ __forceinline__ void AddTerms(const TermsTileInfo& tile) {
+    const ScoreTerms& terms = params.terms;
+    const int thread = this->thread;
+    const int begin = LoadByWarp(shared.block[k_ring.stage].begin);
+    float step = tile.slope;
+    if constexpr (Config::kHasBiasBlocks) {
+      logit.factor = 1.0f;
+      AddBlock(tile, begin);
+    } else if (terms.kind == BiasKind::kByKey) {
+      logit.factor = 1.0f;
+      AddKeyBias();
+    } else {
+      logit.factor = params.softmax_scale;
+      step *= terms.inverse_scale;
+    }
+    logit.offset[0] = logit.offset[1] = 0.0f;
+    if (terms.slopes != nullptr) {
+      const int row = tile.begin + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+      const int distance = begin + 2 * (thread % 4) - row;
+      AddSteps(step, scores);
+      logit.offset[0] = tile.slope * distance;
+      logit.offset[1] = tile.slope * (distance - 8);
+    }
+  }
+
+  // Adds a bias that differs from query to query.
+  __device__ __forceinline__ void AddBlock(const TileInfo& tile, int begin) {
     const ScoreTerms& terms = params.terms;
     const int stage = k_ring.stage, thread = this->thread;
-    const int row = tile.begin + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    const int key = LoadByWarp(shared.block[stage].begin) + 2 * (thread % 4);
     const float factor = params.softmax_scale;
-    if (terms.kind == BiasKind::kNone) return AddSlopesOfHead(tile, key - row, factor);
     if (terms.kind == BiasKind::kTiles) {
       Wait(&shared.bias_full[stage], k_ring.phase);
       const int tile_row = warpgroup * 64 + thread / 32 * 16 + thread % 16;
@@ -218,14 +249,6 @@ struct Consumer {
         const Element* panel = shared.bias[stage] + step / 4 * Config::kBlockM * 64;
         LoadMatrices(panel + tile_row * 64 + (chunk ^ (tile_row % 8)) * 8, x);
       });
-    } else if (terms.kind == BiasKind::kByKey) {
-      Wait(&shared.bias_full[stage], k_ring.phase);
-      const float* source = shared.key_bias[stage] + 2 * (thread % 4);
-      AddBias(factor, scores, [&](int i, int, float (&x)[2]) {
-        const float2 pair = *reinterpret_cast<const float2*>(source + 8 * i);
-        x[0] = pair.x;
-        x[1] = pair.y;
-      });
     } else {
       const int warp_row = warpgroup * 64 + thread / 32 * 16, first_row = tile.begin + warp_row;
       static_assert(Config::kKStages * sizeof(Element) >= sizeof(float), "the stages are enough");
@@ -233,19 +256,32 @@ struct Consumer {
                                        warp_row * kBlockN};
       staged.Copy(static_cast<const float*>(terms.bias) + terms.Offset(tile.batch, tile.head) +
                       first_row * terms.q_stride,
-                  terms.q_stride, params.q_len - first_row, key - 2 * (thread % 4),
-                  params.work.num_columns, thread % 32);
+                  terms.q_stride, params.q_len - first_row, begin, params.work.num_columns,
+                  thread % 32);
       staged.Add(factor, thread % 32, scores);
     }
-    if (terms.slopes != nullptr) AddSlopesOfHead(tile, key - row, 1.0f);
   }
 
-  // `distance` is that of the thread's first key from its first row.
-  __device__ __forceinline__ void AddSlopesOfHead(const TileInfo& tile, int distance,
-                                                  float factor) {
-    const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
-    const float slope = params.terms.slopes[batch_head];
-    AddSlopes(factor, slope, {slope * distance, slope * (distance - 8)}, scores);
+  // Adds a bias that is the same for all queries.
+  __device__ __forceinline__ void AddKeyBias() {
+    const int stage = k_ring.stage, pair = thread % 4;
+    const float factor = params.softmax_scale;
+    Wait(&shared.bias_full[stage], k_ring.phase);
+    if (params.terms.is_float || !KeyBiasIsCopied(params)) {
+      const auto* pairs = reinterpret_cast<const float2*>(shared.key_bias[stage]) + pair;
+      AddBias(factor, scores, [&](int i, int, float (&x)[2]) {
+        const float2 bias = pairs[4 * i];
+        x[0] = bias.x;
+        x[1] = bias.y;
+      });
+    } else {
+      const auto* pairs = reinterpret_cast<const uint32_t*>(shared.key_bias[stage]) + pair;
+      AddBias(factor, scores, [&](int i, int, float (&x)[2]) {
+        const float2 bias = UnpackPair<Element>(pairs[4 * i]);
+        x[0] = bias.x;
+        x[1] = bias.y;
+      });
+    }
   }
 
   __device__ __forceinline__ void FinishValues() {

@@ -83,9 +83,14 @@ struct Producer {
       const int head = KvHead() * params.group +
                        (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
       const int num_heads = Min(1 << log2_pack, params.group - in_group);
-      if constexpr (Config::kHasTerms) shared.item.head = head;
-      shared.tile[slot] = {tile.batch, head,          num_heads,      log2_pack,
-                           tile.begin, tile.num_rows, tile.num_blocks};
+      if constexpr (Config::kHasTerms) {
+        shared.item.head = head;
+        const float* slopes = params.terms.slopes;
+        shared.tile[slot].slope =
+            slopes == nullptr ? 0.0f : slopes[int64_t{tile.batch} * params.num_q_heads + head];
+      }
+      static_cast<TileInfo&>(shared.tile[slot]) = {
+          tile.batch, head, num_heads, log2_pack, tile.begin, tile.num_rows, tile.num_blocks};
       if (tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
@@ -151,38 +156,65 @@ struct Producer {
   // The bias of the tile's queries and of the block's keys, which begin at a multiple of
   // kPositionAlignment: TMA takes no other.
   __device__ __forceinline__ void LoadBias(int stage, int begin) {
+    if constexpr (Config::kHasBiasBlocks) {
+      if (params.terms.kind == BiasKind::kTiles && lane == 0) LoadBiasBlock(stage, begin);
+    } else if (params.terms.kind == BiasKind::kByKey) {
+      if (!KeyBiasIsCopied(params)) {
+        LoadKeyBias(stage, begin);
+      } else if (lane == 0) {
+        CopyKeyBias(stage, begin);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void LoadBiasBlock(int stage, int begin) {
     const ScoreTerms& terms = params.terms;
     const Tile& tile = shared.item.tile;
-    if (terms.kind == BiasKind::kTiles && lane == 0) {
-      const int head = terms.head_stride == 0 ? 0 : shared.item.head;
-      const int batch = terms.batch_stride == 0 ? 0 : tile.batch;
-      ArriveExpectBytes(&shared.bias_full[stage], sizeof(shared.bias[stage]));
+    const int head = terms.head_stride == 0 ? 0 : shared.item.head;
+    const int batch = terms.batch_stride == 0 ? 0 : tile.batch;
+    ArriveExpectBytes(&shared.bias_full[stage], sizeof(shared.bias[stage]));
+#pragma unroll
+    for (int i = 0; i < Config::kBlockN; i += 64) {
+      LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
+                  shared.bias[stage] + i * Config::kBlockM, begin + i, tile.begin, head, batch);
+    }
+    // It is in no cache yet, and the ring is too short for the way from memory.
+    const int ahead = begin - Config::kKStages * Config::kBlockN;
+    if (ahead + Config::kBlockN > shared.item.columns.begin) {
 #pragma unroll
       for (int i = 0; i < Config::kBlockN; i += 64) {
-        LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
-                    shared.bias[stage] + i * Config::kBlockM, begin + i, tile.begin, head, batch);
+        if (ahead + i + 64 <= 0) continue;
+        PrefetchBoxOnce(&params.bias_map, ahead + i, tile.begin, head, batch);
       }
-      // It is in no cache yet, and the ring is too short for the way from memory.
-      const int ahead = begin - Config::kKStages * Config::kBlockN;
-      if (ahead + Config::kBlockN > shared.item.columns.begin) {
-#pragma unroll
-        for (int i = 0; i < Config::kBlockN; i += 64) {
-          if (ahead + i + 64 <= 0) continue;
-          PrefetchBoxOnce(&params.bias_map, ahead + i, tile.begin, head, batch);
-        }
-      }
-    } else if (terms.kind == BiasKind::kByKey) {
-      __syncwarp();  // The first lane has written the head.
-      const int64_t offset = terms.Offset(tile.batch, shared.item.head);
-#pragma unroll
-      for (int i = 0; i < Config::kBlockN; i += 32) {
-        const int key = begin + i + lane;
-        const bool is_inside = 0 <= key && key < params.work.num_columns;
-        shared.key_bias[stage][i + lane] =
-            is_inside ? terms.Load<typename Config::Element>(offset + key) : 0.0f;
-      }
-      ArriveByWarp(&shared.bias_full[stage], lane);
     }
+  }
+
+  // Of a bias that is the same for all queries. Keys outside of it keep what was there: they are
+  // hidden.
+  __device__ __forceinline__ void CopyKeyBias(int stage, int begin) {
+    const ScoreTerms& terms = params.terms;
+    const int first = Max(begin, 0), end = Min(begin + Config::kBlockN, params.work.num_columns);
+    const int size = terms.is_float ? sizeof(float) : sizeof(typename Config::Element);
+    const int64_t offset = terms.Offset(shared.item.tile.batch, shared.item.head) + first;
+    ArriveExpectBytes(&shared.bias_full[stage], (end - first) * size);
+    LoadBulk(reinterpret_cast<char*>(shared.key_bias[stage]) + (first - begin) * size,
+             static_cast<const char*>(terms.bias) + offset * size, (end - first) * size,
+             &shared.bias_full[stage]);
+  }
+
+  // The same, element by element.
+  __device__ __forceinline__ void LoadKeyBias(int stage, int begin) {
+    const ScoreTerms& terms = params.terms;
+    __syncwarp();  // The first lane has written the head.
+    const int64_t offset = terms.Offset(shared.item.tile.batch, shared.item.head);
+#pragma unroll
+    for (int i = 0; i < Config::kBlockN; i += 32) {
+      const int key = begin + i + lane;
+      const bool is_inside = 0 <= key && key < params.work.num_columns;
+      shared.key_bias[stage][i + lane] =
+          is_inside ? terms.Load<typename Config::Element>(offset + key) : 0.0f;
+    }
+    ArriveByWarp(&shared.bias_full[stage], lane);
   }
 
   __device__ __forceinline__ void LoadValues(int row) {

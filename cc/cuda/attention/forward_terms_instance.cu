@@ -8,12 +8,16 @@ namespace jax_magi::cuda {
 template <int kHeadDim, typename Element>
 Status ForwardTermsVariant<kHeadDim, Element>::Launch(const ForwardArgs& args,
                                                       const LaunchOptions& options) {
-  return LaunchForward<ForwardTermsConfig<kHeadDim, Element>>(args, options);
+  const bool has_blocks = args.bias != nullptr && !IsBiasByKey(args.shape, args.bias_layout);
+  const auto launch = has_blocks ? LaunchForward<ForwardTermsConfig<kHeadDim, Element, true>>
+                                 : LaunchForward<ForwardTermsConfig<kHeadDim, Element, false>>;
+  return launch(args, options);
 }
 
 template <int kHeadDim, typename Element>
 Tiling ForwardTermsVariant<kHeadDim, Element>::TilingOf(const AttentionShape& shape) {
-  return ConfigTiling<ForwardTermsConfig<kHeadDim, Element>>(shape);
+  // The same for both.
+  return ConfigTiling<ForwardTermsConfig<kHeadDim, Element, true>>(shape);
 }
 
 template struct ForwardTermsVariant<JAX_MAGI_VARIANT>;

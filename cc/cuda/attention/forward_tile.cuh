@@ -47,14 +47,22 @@ struct ForwardTermsParams : ForwardParams {
 template <typename Config>
 using ForwardParamsOf = std::conditional_t<Config::kHasTerms, ForwardTermsParams, ForwardParams>;
 
+// Whether a bias that is the same for all queries is copied as it is: blocks of it are then whole
+// 16 bytes, in memory too.
+__device__ __forceinline__ bool KeyBiasIsCopied(const ForwardTermsParams& params) {
+  return params.work.num_columns % kPositionAlignment == 0;
+}
+
 // Shared memory for a bias, block by block with the keys.
 template <typename Config, bool kHasTerms>
 struct ForwardBias {};
 template <typename Config>
 struct ForwardBias<Config, true> {
   // [panel of 64 keys][row][64 keys], as TMA writes it.
-  alignas(1024) typename Config::Element bias[Config::kKStages][Config::kBlockM * Config::kBlockN];
-  // Of a bias that is the same for all queries.
+  alignas(1024) typename Config::Element
+      bias[Config::kKStages][Config::kHasBiasBlocks ? Config::kBlockM * Config::kBlockN : 8];
+  // Of a bias that is the same for all queries: float32, or its own elements as KeyBiasIsCopied
+  // says.
   alignas(16) float key_bias[Config::kKStages][Config::kBlockN];
   uint64_t bias_full[Config::kKStages];  // Like k_full. It is given back with the keys.
 };
@@ -63,6 +71,11 @@ struct ForwardBias<Config, true> {
 struct alignas(16) TileInfo {
   int32_t batch, head, num_heads, log2_pack, begin, num_rows, num_blocks;
 };
+struct TermsTileInfo : TileInfo {
+  float slope;  // 0 where there are none.
+};
+template <typename Config>
+using TileInfoOf = std::conditional_t<Config::kHasTerms, TermsTileInfo, TileInfo>;
 
 // Where the tile of a stage of queries is described. With terms there is one stage, but two of
 // these: one is in use until all consumers have the queries of the next tile.
@@ -81,7 +94,7 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   alignas(1024) typename Config::Element k[kKStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];
-  TileInfo tile[Config::kHasTerms ? 2 : kQStages];
+  TileInfoOf<Config> tile[Config::kHasTerms ? 2 : kQStages];
   WorkItem item;       // The producer's own.
   uint32_t next_work;  // From the cluster's first block of threads to the others.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,

@@ -142,9 +142,8 @@ __device__ __forceinline__ void ThreadMax(const float (&scores)[kCount], float (
 }
 
 // Turns scores into probabilities relative to the reference. Returns whether that has moved, in
-// some row of the warp: then sums so far must be multiplied by `correction`. If it asks for the
-// cap, an inverse of 0 is none.
-template <bool kHasSoftcap, bool kAsksForSoftcap = false, int kCount>
+// some row of the warp: then sums so far must be multiplied by `correction`.
+template <bool kHasSoftcap, int kCount>
 __device__ __forceinline__ bool OnlineSoftmax(const SoftmaxScale& scale, RowState& state,
                                               float (&scores)[kCount], float (&correction)[2]) {
   float max[2];
@@ -152,11 +151,9 @@ __device__ __forceinline__ bool OnlineSoftmax(const SoftmaxScale& scale, RowStat
 #pragma unroll
   for (int r = 0; r < 2; ++r) state.max[r] = MaxOrNan(state.max[r], max[r]);
   if constexpr (kHasSoftcap) {
-    if (!kAsksForSoftcap || scale.inverse_cap != 0.0f) {
 #pragma unroll
-      for (float& score : scores) score = Cap(score, scale);
-      ThreadMax(scores, max);
-    }
+    for (float& score : scores) score = Cap(score, scale);
+    ThreadMax(scores, max);
   }
   bool is_far = false;
 #pragma unroll

@@ -26,6 +26,7 @@ struct ScoreTerms {
   int64_t batch_stride, head_stride, q_stride;
   const float* slopes;  // [batch, num_q_heads]; null: none.
   SoftmaxScale scale;   // For scores in natural units. An inverse cap of 0 is none.
+  float inverse_scale;  // 1 / softmax_scale.
 
   __device__ __forceinline__ int64_t Offset(int batch, int head) const {
     return batch * batch_stride + head * head_stride;
@@ -112,6 +113,69 @@ struct StagedRows {
     });
   }
 };
+
+// scores = scores + step * column, columns from the thread's first.
+template <int kCount>
+__device__ __forceinline__ void AddSteps(float step, float (&scores)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scores[i] += step * static_cast<float>(i / 4 * 8 + i % 2);
+}
+
+// From a thread's scores to logits, before any cap: score * factor + offset, by row. Threads that
+// share a row may have different offsets.
+struct LogitScale {
+  float factor, offset[2];
+};
+
+// The same as OnlineSoftmax. An inverse cap of 0 is none. state.max is of logits.
+template <int kCount>
+__device__ __forceinline__ bool OnlineSoftmaxOfLogits(const SoftmaxScale& scale,
+                                                      const LogitScale& logit, RowState& state,
+                                                      float (&scores)[kCount],
+                                                      float (&correction)[2]) {
+  float max[2];
+  ThreadMax(scores, max);
+  float log2 = logit.factor * scale.log2;
+  float offset[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    state.max[r] = MaxOrNan(state.max[r], max[r] * logit.factor + logit.offset[r]);
+    offset[r] = logit.offset[r] * scale.log2;
+  }
+  if (scale.inverse_cap != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      scores[i] = Cap(scores[i] * logit.factor + logit.offset[i / 2 % 2], scale);
+    }
+    ThreadMax(scores, max);
+    log2 = scale.log2;
+    offset[0] = offset[1] = 0.0f;
+  }
+  bool is_far = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    is_far |= !(max[r] * log2 + (offset[r] - state.reference[r]) <= kSlack);
+  }
+  const bool has_moved = __any_sync(~0u, is_far);
+  if (has_moved) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float old = state.reference[r];
+      state.reference[r] = MaxOrNan(old, QuadMax(max[r] * log2 + offset[r]));
+      correction[r] = Exp2(old - state.reference[r]);
+      state.sum[r] *= correction[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) offset[r] -= state.reference[r];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int r = i / 2 % 2;
+    scores[i] = Exp2(scores[i] * log2 + offset[r]);
+    state.sum[r] += scores[i];
+  }
+  return has_moved;
+}
 
 // scores = scores * factor + base + step * column: `base` by row, columns from the thread's first.
 template <int kCount>

@@ -9,13 +9,14 @@
 
 namespace jax_magi::cuda {
 
-// Tiles of 128 rows. Shared memory holds a block of the bias for each stage of keys: with 128 dims
-// there is room for two.
-template <int kHeadDim_, typename Element_>
+// Tiles of 128 rows. Where the bias differs from query to query, shared memory holds a block of it
+// for each stage of keys: with 128 dims there is room for two.
+template <int kHeadDim_, typename Element_, bool kHasBiasBlocks_>
 struct ForwardTermsConfig : ForwardConfig<kHeadDim_, kHeadDim_, Element_, /*kHasSoftcap=*/true,
                                           /*kIsSmall=*/kHeadDim_ == 64> {
-  static constexpr bool kHasTerms = true;
-  static constexpr int kQStages = 1, kKStages = kHeadDim_ == 64 ? 3 : 2, kVStages = kKStages;
+  static constexpr bool kHasTerms = true, kHasBiasBlocks = kHasBiasBlocks_;
+  static constexpr int kQStages = 1;
+  static constexpr int kKStages = (kHeadDim_ == 64 ? 3 : 2) + !kHasBiasBlocks, kVStages = kKStages;
 };
 
 // The bias takes no shared memory of its own where dS has some.

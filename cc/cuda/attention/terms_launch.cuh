@@ -16,10 +16,15 @@ ScoreTerms TermsOf(const Args& args) {
   const float cap = args.params.softcap;
   const SoftmaxScale scale =
       cap == 0.0f ? SoftmaxScale{kLog2E, 0.0f} : SoftmaxScale{cap * kLog2E, 1.0f / cap};
-  ScoreTerms terms{BiasKind::kNone,    layout.dtype == DType::kF32,
-                   args.bias,          layout.batch_stride,
-                   layout.head_stride, layout.q_stride,
-                   args.alibi_slopes,  scale};
+  ScoreTerms terms{BiasKind::kNone,
+                   layout.dtype == DType::kF32,
+                   args.bias,
+                   layout.batch_stride,
+                   layout.head_stride,
+                   layout.q_stride,
+                   args.alibi_slopes,
+                   scale,
+                   1.0f / args.params.softmax_scale};
   if (args.bias == nullptr) return terms;
   terms.kind = IsBiasByKey(args.shape, layout)                 ? BiasKind::kByKey
                : IsBiasInTiles(args.shape, layout, args.dtype) ? BiasKind::kTiles
