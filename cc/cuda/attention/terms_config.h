@@ -11,9 +11,10 @@ namespace jax_magi::cuda {
 
 // Tiles of 128 rows. Where the bias differs from query to query, shared memory holds a block of it
 // for each stage of keys: with 128 dims there is room for two.
-template <int kHeadDim_, typename Element_, bool kHasBiasBlocks_>
-struct ForwardTermsConfig : ForwardConfig<kHeadDim_, kHeadDim_, Element_, /*kHasSoftcap=*/true,
-                                          /*kIsSmall=*/kHeadDim_ == 64> {
+template <int kHeadDim_, typename Element_, bool kHasBiasBlocks_, int kClusterSize_ = 1>
+struct ForwardTermsConfig
+    : ForwardConfig<kHeadDim_, kHeadDim_, Element_, /*kHasSoftcap=*/true,
+                    /*kIsSmall=*/kHeadDim_ == 64, /*kIsOutFloat=*/false, kClusterSize_> {
   static constexpr bool kHasTerms = true, kHasBiasBlocks = kHasBiasBlocks_;
   static constexpr int kQStages = 1;
   static constexpr int kKStages = (kHeadDim_ == 64 ? 3 : 2) + !kHasBiasBlocks, kVStages = kKStages;
