@@ -28,6 +28,7 @@ from jax_magi._src.softmax.api import (
   scaled_upper_triang_masked_softmax,
 )
 from jax_magi._src.softmax.megatron import FusedScaleMaskSoftmax
+from jax_magi._src.version import __version__
 
 __all__ = [
   "CHECKPOINT_NAMES",
@@ -39,6 +40,7 @@ __all__ = [
   "MaskType",
   "PlanStats",
   "SoftmaxExplanation",
+  "__version__",
   "attention",
   "calc_attn",
   "context_parallel_attention",

@@ -12,7 +12,17 @@ CC = ROOT / "cc"
 
 # Room, or module that all rooms share -> what it imports. Lower lines know nothing of upper ones.
 PYTHON = {
-  "public": {"attention", "context_parallel", "masks", "optim", "overlap", "softmax"},
+  "public": {
+    "about",
+    "attention",
+    "context_parallel",
+    "masks",
+    "optim",
+    "overlap",
+    "softmax",
+    "version",
+  },
+  "about": {"native", "version"},
   "overlap": {"native"},
   "context_parallel": {"arguments", "attention", "masks", "native", "optim", "transforms"},
   "softmax": {"arguments", "masks", "native", "transforms"},
@@ -23,14 +33,16 @@ PYTHON = {
   "transforms": set(),
   "arguments": set(),
   "softmax_lse": set(),
+  "version": set(),
   "reference": set(),
 }
 
 # Folder of cc/ -> folders that it includes from; "" is what all share.
 CPP = {
-  "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/softmax"},
+  "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/overlap", "cuda/softmax"},
   "cpu": {""},
   "cuda/attention": {"", "cuda"},
+  "cuda/overlap": {"cuda"},
   "cuda/softmax": {"", "cuda"},
   "cuda": set(),
   "": set(),
