@@ -32,6 +32,7 @@ _ATTENTION = (
   "attention",
   "flex_flash_attn_func",
   "dot_product_attention",
+  "flax_attention_fn",
   "calc_attn",
   "context_parallel_attention",
 )
