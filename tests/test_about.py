@@ -44,7 +44,7 @@ def test_command_names_versions_devices_kernels_and_choices():
     if backend.module is not None:
       assert backend.module.COMPILER in done.stdout
   for name in jax_magi.__all__:
-    is_function = name.islower() and ("attention" in name or "attn_func" in name)
+    is_function = name.islower() and ("attention" in name or "attn_f" in name)
     if is_function and name != "merge_attention":
       assert name in done.stdout
   assert done.stderr == ""
@@ -106,3 +106,8 @@ def test_choices_are_what_a_program_calls(platform):
     else:
       native = is_native(jax_magi.scaled_softmax, jax.ShapeDtypeStruct((8, 8), jnp.dtype(dtype)))
     assert native == (choice.reason is None), choice
+
+
+def test_citation_and_changes_name_the_version():
+  assert f"\nversion: {jax_magi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+  assert jax_magi.__version__ in (ROOT / "CHANGELOG.md").read_text()
