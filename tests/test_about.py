@@ -112,3 +112,11 @@ def test_choices_are_what_a_program_calls(platform):
 def test_citation_and_changes_name_the_version():
   assert f"\nversion: {jax_magi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
   assert jax_magi.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_documentation_shows_what_is_printed():
+  shown = (ROOT / "docs" / "quick_start.md").read_text()
+  _, _, choices = report().partition("what a call takes")
+  for line in choices.splitlines()[1:]:
+    # The choice differs from platform to platform; what is listed does not.
+    assert re.split('native kernel|"', line)[0].rstrip() in shown
