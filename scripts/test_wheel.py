@@ -3,6 +3,7 @@
 python -m build                                          # dist/*.tar.gz, and a wheel from it
 python scripts/test_wheel.py dist/jax_magi-*.whl         # all tests that need no sources
 python scripts/test_wheel.py WHEEL tests/test_mask.py    # some; arguments go to pytest
+python scripts/test_wheel.py WHEEL --jax 0.10.2          # with this JAX, and not the newest
 
 The environment is of the Python that runs this. CUDA wheels import without a driver, and are tested
 as CPU wheels where there is none.
@@ -10,6 +11,7 @@ as CPU wheels where there is none.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -32,11 +34,13 @@ def run(*command: object, cwd: Path) -> None:
     sys.exit(status)
 
 
-def main(wheel: Path, arguments: list[str]) -> None:
+def main(wheel: Path, jax: str | None, arguments: list[str]) -> None:
   """Installs and tests."""
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   extras = project["optional-dependencies"]["dev"]
   requirements = [r for r in extras if not r.startswith(TOOLS)]
+  if jax is not None:
+    requirements += [f"jax=={jax}", f"jaxlib=={jax}"]
   print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
@@ -60,6 +64,12 @@ def main(wheel: Path, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-    sys.exit(__doc__)
-  main(Path(sys.argv[1]).resolve(), sys.argv[2:])
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("wheel", type=Path)
+  parser.add_argument("--jax", metavar="VERSION")
+  options, more = parser.parse_known_args()
+  if not options.wheel.is_file():
+    parser.error(f"there is no file {options.wheel}")
+  main(options.wheel.resolve(), options.jax, more)
