@@ -258,6 +258,34 @@ def time_max_logits(lengths: list[int]) -> list[dict]:
   return rows
 
 
+def time_scale(length: int = 1 << 20) -> list[dict]:
+  """Forward and backward of a million tokens, in time and in the memory that all of it takes."""
+  masks = {
+    "window": AttentionMask.sliding_window(length, left=4095),
+    "varlen_causal": AttentionMask.from_cu_seqlens(documents(length), causal=True),
+  }
+  head_dim, num_q_heads, num_kv_heads = MODELS[0]
+  q, k, v = _inputs(length, head_dim, num_q_heads, num_kv_heads)
+  rows = []
+  for name, mask in masks.items():
+
+    def both(q, k, v, mask=mask):
+      out, vjp = jax.vjp(_ours(mask), q, k, v)
+      return out, vjp(out)
+
+    compiled = jax.jit(both).lower(q, k, v).compile()
+    time = timing.seconds(compiled, q, k, v, repeats=3)
+    memory = compiled.memory_analysis()
+    num_bytes = sum(
+      getattr(memory, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp")
+    )
+    rate = 14 * mask.area() * head_dim * num_q_heads / time / 1e12
+    row = {"mask": name, "length": length, "num_slices": len(mask.slices), "seconds": time}
+    rows.append(row | {"rate": rate, "gigabytes": num_bytes / 1e9})
+    print(f"  {name:14} {time:6.3f} s {rate:6.1f} TFLOP/s {num_bytes / 1e9:6.1f} GB", flush=True)
+  return rows
+
+
 def plot(rows: list[dict], path: Path, title: str) -> None:
   import matplotlib
 
@@ -285,12 +313,14 @@ PARTS: dict[str, Callable[[list[int] | None], list[dict]]] = {
   "backward": lambda lengths: time_backward(lengths or [n for n in LENGTHS if n <= 32768]),
   "max_logits": lambda lengths: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda _: time_traced_masks(),
+  "scale": lambda _: time_scale(),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
   "backward": "   dim tokens mask                 TFLOP/s, backward alone",
   "max_logits": "cost of return_max_logits=True",
   "traced_masks": "cost of a mask that is an argument of the program",
+  "scale": "forward + backward of 1,048,576 tokens, 48/8 heads of 128",
 }
 
 

@@ -1,7 +1,5 @@
 #include "cc/ffi/attention_checks.h"
 
-#include <algorithm>
-
 namespace jax_magi {
 namespace ffi = xla::ffi;
 
@@ -84,19 +82,11 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer dout,
                           ffi::AnyBuffer lse, ffi::AnyBuffer delta, ffi::AnyBuffer slices,
                           ffi::AnyBuffer dq, ffi::AnyBuffer dk, ffi::AnyBuffer dv,
-                          bool is_dq_summed, float softmax_scale, float softcap, BackwardArgs* args,
-                          int* num_dkv_parts) {
+                          bool is_dq_summed, float softmax_scale, float softcap,
+                          BackwardArgs* args) {
   const char* context = "jax_magi attention backward";
   JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
   const AttentionShape& s = args->shape;
-  int64_t parts = 1;
-  if (num_dkv_parts != nullptr && s.batch > 0 && dk.dimensions().size() == 4) {
-    parts = std::max<int64_t>(dk.dimensions()[0] / s.batch, 1);
-    if (s.num_kv_heads > 0 && s.group() % parts != 0) {
-      return Invalid(context, "dk", "must have parts that divide a group of query heads");
-    }
-    *num_dkv_parts = static_cast<int>(parts);
-  }
   JAX_MAGI_RETURN_IF_ERROR(
       CheckDims(context, {"dout", dout}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", lse}, {s.batch, s.q_len, s.num_q_heads}));
@@ -104,16 +94,16 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
   JAX_MAGI_RETURN_IF_ERROR(
       CheckDims(context, {"dq", dq}, {s.batch, s.q_len, s.num_q_heads, s.head_dim}));
   JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dk", dk}, {parts * s.batch, s.k_len, s.num_kv_heads, s.head_dim}));
+      CheckDims(context, {"dk", dk}, {s.batch, s.k_len, s.num_kv_heads, s.head_dim}));
   JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dv", dv}, {parts * s.batch, s.k_len, s.num_kv_heads, s.value_dim}));
+      CheckDims(context, {"dv", dv}, {s.batch, s.k_len, s.num_kv_heads, s.value_dim}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dout", dout}, {q.element_type()}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dk", dk}, {q.element_type(), ffi::F32}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dv", dv}, {dk.element_type()}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"lse", lse}, {ffi::F32}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"delta", delta}, {ffi::F32}));
   JAX_MAGI_RETURN_IF_ERROR(
-      CheckDType(context, {"dq", dq}, {is_dq_summed ? ffi::F32 : q.element_type(), ffi::F32}));
+      CheckDType(context, {"dq", dq}, {is_dq_summed ? ffi::F32 : dk.element_type()}));
   args->params = {softmax_scale, softcap};
   args->dq_dtype = ToDType(dq.element_type());
   args->dkv_dtype = ToDType(dk.element_type());

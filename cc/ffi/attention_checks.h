@@ -23,14 +23,13 @@ xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla:
                                 xla::ffi::AnyBuffer v, xla::ffi::AnyBuffer slices,
                                 AttentionShape* shape, DType* dtype);
 
-// dq is float32 where it is summed in memory, else that or of q's type. Where `num_dkv_parts` is
-// not null, dk and dv may come in parts, and their number is returned.
+// Gradients are float32 or of q's type, all alike; but dq is float32 where it is summed in memory.
 xla::ffi::Error DecodeBackward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                                xla::ffi::AnyBuffer dout, xla::ffi::AnyBuffer lse,
                                xla::ffi::AnyBuffer delta, xla::ffi::AnyBuffer slices,
                                xla::ffi::AnyBuffer dq, xla::ffi::AnyBuffer dk,
                                xla::ffi::AnyBuffer dv, bool is_dq_summed, float softmax_scale,
-                               float softcap, BackwardArgs* args, int* num_dkv_parts);
+                               float softcap, BackwardArgs* args);
 
 }  // namespace jax_magi
 

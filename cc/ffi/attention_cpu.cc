@@ -33,8 +33,7 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                     int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          /*is_dq_summed=*/true, softmax_scale, softcap, &args,
-                                          /*num_dkv_parts=*/nullptr));
+                                          /*is_dq_summed=*/true, softmax_scale, softcap, &args));
   return Finish("jax_magi attention backward",
                 cpu::AttentionBackward(args, pool.num_threads(), OnPool(pool)));
 }

@@ -64,8 +64,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, *dq, *dk, *dv,
-                                          /*is_dq_summed=*/false, softmax_scale, softcap, &args,
-                                          /*num_dkv_parts=*/nullptr));
+                                          /*is_dq_summed=*/false, softmax_scale, softcap, &args));
   const AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true,
                            deterministic};
   cuda::LaunchOptions options;

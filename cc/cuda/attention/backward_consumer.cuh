@@ -79,7 +79,9 @@ struct BackwardConsumer {
     if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
     if constexpr (Config::kHasDq) {
       Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
-      if (thread == 0) shared.dq_target[warpgroup][num_done % 2 * (Config::kDqSteps % 2)].panel = -1;
+      if (thread == 0) {
+        shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].panel = -1;
+      }
       ArriveByWarp(&shared.dq_full[warpgroup], thread);
     }
   }
@@ -166,6 +168,9 @@ struct BackwardConsumer {
   // Scores and dP are issued at once; then, from dS in registers and in shared memory, dV, dQ and
   // dK. Nothing is in flight from one turn of the loop to the next, and dQ goes to shared memory
   // under the product for dK, which leaves it half the bandwidth.
+  //
+  // Where dQ is late, it is that of the block before, whose dS both warpgroups have written long
+  // since: then one of them may compute while the other has the tensor cores.
   __device__ __forceinline__ void ComputeInTwoBursts() {
     static_assert(Config::kDqSteps == 1, "there is one product for dQ");
     bool is_first = true;
@@ -177,8 +182,8 @@ struct BackwardConsumer {
       const int ds_stage = num_done % 2, dq_stage = Config::kDqIsLate ? ds_stage ^ 1 : ds_stage;
       WaitForX();
       block.ReadStatistics(x_stage);
-      FenceRegisters(
-          block.dp);  // Else ptxas copies them after the first product, and waits for it.
+      // Else ptxas copies them after the first product, and waits for it.
+      FenceRegisters(block.dp);
       block.IssueScores(x_stage);
       const int flags = BlockFlags();
       is_last = flags & kLast;
@@ -343,8 +348,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage, int step) {
     if (thread == 0) {
       shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = {
-          block.DqPanel(step), shared.head[stage],
-          shared.block[stage].begin + block.DqFirstQuery(), shared.tile.batch};
+          block.DqPanel(step), shared.head[stage], shared.block[stage].begin + block.DqFirstQuery(),
+          shared.tile.batch};
     }
   }
 

@@ -44,12 +44,14 @@ __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
   if (query >= args.q_len) return;
   const int head = panels / args.sum.num_panels, panel = panels % args.sum.num_panels;
   const int dim = threadIdx.x % 8 * 8;  // Of the panel's.
-  const float* rows = args.sum.data + (int64_t{batch} * per_batch + panels) * args.num_rows * 64;
+  const float* eight = args.sum.data + (int64_t{batch} * per_batch + panels) * args.num_rows * 64 +
+                       int64_t{query / 8} * (8 * 64);
   float x[2][8];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Four dims of two queries.
-    const auto* chunk = reinterpret_cast<const float4*>(rows + DqSumPlace(query, dim + 4 * half));
+    const auto* chunk =
+        reinterpret_cast<const float4*>(eight + DqSumPlace(query % 8, dim + 4 * half));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float4 word = chunk[i];
@@ -135,7 +137,7 @@ cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const Dkv
                           args.dv,
                           dk_size,
                           dv_size};
-  // Gradients are all of one dtype.
+  // dq is of the same type, if it is made here.
   const auto kernel = args.dkv_dtype == DType::kF32    ? FinishBackwardKernel<float>
                       : args.dkv_dtype == DType::kBF16 ? FinishBackwardKernel<cutlass::bfloat16_t>
                                                        : FinishBackwardKernel<cutlass::half_t>;

@@ -6,7 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "cc/attention.h"
-#include "cc/cuda/attention/dq_sum.h"
+#include "cc/cuda/attention/backward_workspace.h"
 
 namespace jax_magi::cuda {
 

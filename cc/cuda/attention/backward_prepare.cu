@@ -44,20 +44,20 @@ __global__ void PrepareBackwardKernel(PrepareArgs args) {
 }  // namespace
 
 cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
-                            QueryStatistic* statistics, WorkCounter* counter,
-                            cudaStream_t stream) {
+                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
-  const PrepareArgs prepare{args.lse,
-                            args.delta,
-                            statistics,
-                            factor,
-                            static_cast<int>(shape.q_len),
-                            PaddedQueries(shape.q_len),
-                            static_cast<int>(shape.num_q_heads),
-                            shape.batch * shape.num_q_heads * PaddedQueries(shape.q_len),
-                            reinterpret_cast<float4*>(sum.data),
-                            DqSumBytes(shape, sum.num_panels) / static_cast<int64_t>(sizeof(float4)),
-                            counter};
+  const PrepareArgs prepare{
+      args.lse,
+      args.delta,
+      statistics,
+      factor,
+      static_cast<int>(shape.q_len),
+      PaddedQueries(shape.q_len),
+      static_cast<int>(shape.num_q_heads),
+      shape.batch * shape.num_q_heads * PaddedQueries(shape.q_len),
+      reinterpret_cast<float4*>(sum.data),
+      DqSumBytes(shape, sum.num_panels) / static_cast<int64_t>(sizeof(float4)),
+      counter};
   // Enough threads for all that a GPU holds at once, and no more than there is to do.
   constexpr int kThreads = 256, kMaxBlocks = 132 * 8;
   const int64_t most = std::max(prepare.num_statistics, prepare.num_dq_vectors);

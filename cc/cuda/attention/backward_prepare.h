@@ -4,7 +4,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PREPARE_H_
 
 #include "cc/attention.h"
-#include "cc/cuda/attention/dq_sum.h"
+#include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/tile_list.h"
 
 namespace jax_magi::cuda {

@@ -4,8 +4,8 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PRODUCER_CUH_
 
+#include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/config.h"
-#include "cc/cuda/attention/dq_sum.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 
@@ -58,7 +58,7 @@ struct BackwardShared {
   BlockInfo block[kXStages];
   int32_t head[kXStages];  // The query head of the block.
   RowTileInfo tile;
-  WorkItem item;  // The producer's own.
+  WorkItem item;             // The producer's own.
   DqTarget dq_target[2][2];  // Of each warpgroup, and by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.

@@ -99,9 +99,7 @@ auto WithTileFor(const AttentionShape& shape, bool has_long_tiles, Use use) {
         ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true, kIsOutFloat>;
     if (PrefersSmallTiles(shape)) return use(Small());
   }
-  // With float16 it was not tried.
-  if constexpr (kHeadDim == 128 && kValueDim == 128 && !kHasSoftcap &&
-                std::is_same_v<Element, cutlass::bfloat16_t>) {
+  if constexpr (kHeadDim == 128 && kValueDim == 128 && !kHasSoftcap) {
     using Cluster = ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/false,
                                   kIsOutFloat, /*kClusterSize=*/2>;
     const bool has_pairs = shape.num_kv_heads > 0 && shape.group() % 2 == 0;

@@ -18,9 +18,13 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The shared memory of a kernel that has no other than dynamic one: the first KB is the driver's.
-// Such a kernel must check that it is there.
-__device__ __forceinline__ void* DynamicShared() { return __cvta_shared_to_generic(1024); }
+constexpr int kReservedBytes = 1024;  // Of a block's shared memory: the driver's.
+
+// The shared memory of a kernel that has no other than dynamic one. Such a kernel must check that
+// it is there.
+__device__ __forceinline__ void* DynamicShared() {
+  return __cvta_shared_to_generic(kReservedBytes);
+}
 
 // --- mbarrier ---
 
@@ -184,10 +188,10 @@ __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t
 
 // Adds `num_bytes` of float32 in shared memory to as many in memory.
 __device__ __forceinline__ void ReduceAdd(float* dst, const float* src, uint32_t num_bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   dst),
-               "r"(SharedAddress(src)), "r"(num_bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+      "r"(SharedAddress(src)), "r"(num_bytes)
+      : "memory");
 }
 __device__ __forceinline__ void CommitReduce() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -4,7 +4,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_PIPELINE_CUH_
 
-#include "cc/cuda/attention/dq_sum.h"
+#include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/tile_list.h"
 

@@ -3,7 +3,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
 
-#include "cc/cuda/attention/dq_sum.h"
+#include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/tile_list.h"
 
 namespace jax_magi::cuda {

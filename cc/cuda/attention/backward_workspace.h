@@ -1,8 +1,8 @@
-// The float32 sum of dQ in the workspace: what blocks of threads add to, each a run of rows of a
-// panel at a time.
+// What the backward kernel finds in the workspace: the float32 sum of dQ, to which blocks of
+// threads add a run of rows of a panel at a time; and the statistics of queries.
 
-#ifndef JAX_MAGI_CUDA_ATTENTION_DQ_SUM_H_
-#define JAX_MAGI_CUDA_ATTENTION_DQ_SUM_H_
+#ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
+#define JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
 
 #include "cc/attention.h"
 
@@ -15,7 +15,8 @@ struct DqSum {
   int num_panels;  // Of 64 dims; 0: dq is not summed.
 };
 
-// Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries / 8].
+// Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries /
+// 8].
 struct alignas(64) QueryStatistic {
   // -lse, in units of scores or of exponents of 2; -inf for rows that see nothing, and past the
   // last: their probabilities are then 0.
@@ -44,9 +45,8 @@ inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
   return num_rows * 64 * sizeof(float);
 }
 
-// Where a panel has an element, from the first of the query's 8. A thread has it for two queries,
-// which lie side by side; and what a warp stores at once, of every second query of eight, lies in
-// different banks.
+// Where an element of eight queries is, in a panel. A thread has it for two queries, which lie side
+// by side; and what a warp stores at once, of every second query, lies in different banks.
 JAX_MAGI_INLINE int DqSumPlace(int query, int dim) {
   const int pair = query / 2;
   return pair * 128 + ((dim / 4) ^ (pair % 4)) * 8 + dim % 4 * 2 + query % 2;
@@ -54,4 +54,4 @@ JAX_MAGI_INLINE int DqSumPlace(int query, int dim) {
 
 }  // namespace jax_magi::cuda
 
-#endif  // JAX_MAGI_CUDA_ATTENTION_DQ_SUM_H_
+#endif  // JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
