@@ -5,11 +5,12 @@ Run as a script, it prints what a build without isolation needs besides pyprojec
 
 import os
 import shutil
+import subprocess
+from pathlib import Path
 
 from scikit_build_core import build as _build
 from scikit_build_core.build import (  # noqa: F401
   build_editable,
-  build_sdist,
   build_wheel,
   get_requires_for_build_sdist,
   prepare_metadata_for_build_editable,
@@ -32,6 +33,21 @@ def get_requires_for_build_wheel(config_settings=None):
 def get_requires_for_build_editable(config_settings=None):
   """For pip."""
   return _build.get_requires_for_build_editable(config_settings) + cuda_requirements()
+
+
+def build_sdist(sdist_directory, config_settings=None):
+  """For pip. The commit goes along in a file, as what is built from the archive has no git."""
+  root = Path(__file__).resolve().parent
+  if not (root / ".git").exists():
+    return _build.build_sdist(sdist_directory, config_settings)
+  command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+  commit = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True).stdout
+  file = root / "COMMIT"
+  file.write_text(commit or "unknown\n")
+  try:
+    return _build.build_sdist(sdist_directory, config_settings)
+  finally:
+    file.unlink()
 
 
 if __name__ == "__main__":

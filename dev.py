@@ -3,7 +3,7 @@
 
 python3 dev.py demo    train a small GPT with and without QK-Clip, and plot it
 python3 dev.py test    run the tests (extra arguments go to pytest)
-python3 dev.py lint    check formatting, lint and types
+python3 dev.py lint    check formatting, lint, types, and that the documentation's site builds
 python3 dev.py bench   time attention against XLA's (extra arguments go to the benchmark)
 """
 
@@ -72,12 +72,13 @@ def test(*arguments: str) -> None:
 
 
 def lint() -> None:
-  """Checks formatting, lint and types."""
+  """Checks formatting, lint and types, and builds the documentation into build/site."""
   run(PYTHON, "-m", "ruff", "check", ".")
   run(PYTHON, "-m", "ruff", "format", "--check", ".")
   run(PYTHON, "-m", "mypy")
   sources = [p for s in ("*.h", "*.cc", "*.cuh", "*.cu") for p in sorted((ROOT / "cc").rglob(s))]
   run(VENV / "bin" / "clang-format", "--dry-run", "--Werror", *sources)
+  run(PYTHON, "-m", "mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
 
 
 def bench(*arguments: str) -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks; each is a module to run."""
+"""Benchmarks; each is a module to run, and `python -m benchmarks` runs several."""

@@ -1,5 +1,6 @@
 """Draws the documentation's pictures of masks and plans: `python docs/make_pictures.py`."""
 
+import re
 from pathlib import Path
 
 import matplotlib
@@ -22,6 +23,25 @@ def _draw(name: str, masks: dict[str, AttentionMask], num_columns: int) -> None:
     ax.title.set_fontsize(9)
     ax.set(xticks=[], yticks=[])
   figure.savefig(IMAGES / name, dpi=110)
+
+
+def _draw_gallery() -> None:
+  """The masks of masks.md: each picture shows the `mask` of the block before it."""
+  text = (IMAGES.parent / "masks.md").read_text()
+  (IMAGES / "masks").mkdir(exist_ok=True)
+  namespace: dict = {}
+  pieces = (
+    r"^<!-- setup\n(.*?)^-->$|^```python\n(.*?)^```$|^!\[[^\]]*\]\((images/masks/\w+\.png)\)$"
+  )
+  for setup, code, picture in re.findall(pieces, text, re.MULTILINE | re.DOTALL):
+    if not picture:
+      exec(setup or code, namespace)
+      continue
+    figure, ax = plt.subplots(figsize=(2.6, 2.6), layout="constrained")
+    namespace["mask"].plot(ax)
+    ax.set(xticks=[], yticks=[])
+    figure.savefig(IMAGES.parent / picture, dpi=110)
+    plt.close(figure)
 
 
 def _draw_cover() -> None:
@@ -80,6 +100,7 @@ def _draw_stages() -> None:
 def main() -> None:
   """Draws all pictures."""
   IMAGES.mkdir(exist_ok=True)
+  _draw_gallery()
   _draw_plan()
   _draw_stages()
   _draw_cover()

@@ -3,6 +3,7 @@
 from jax_magi import optim
 from jax_magi._src.attention.api import AttnForwardMeta, attention, flex_flash_attn_func
 from jax_magi._src.attention.dot_product import dot_product_attention
+from jax_magi._src.attention.flax_fn import flax_attention_fn
 from jax_magi._src.attention.merge import merge_attention
 from jax_magi._src.attention.ops import CHECKPOINT_NAMES
 from jax_magi._src.context_parallel.api import (
@@ -28,6 +29,7 @@ from jax_magi._src.softmax.api import (
   scaled_upper_triang_masked_softmax,
 )
 from jax_magi._src.softmax.megatron import FusedScaleMaskSoftmax
+from jax_magi._src.version import __version__
 
 __all__ = [
   "CHECKPOINT_NAMES",
@@ -39,11 +41,13 @@ __all__ = [
   "MaskType",
   "PlanStats",
   "SoftmaxExplanation",
+  "__version__",
   "attention",
   "calc_attn",
   "context_parallel_attention",
   "dispatch",
   "dot_product_attention",
+  "flax_attention_fn",
   "flex_flash_attn_func",
   "fused_scale_mask_softmax",
   "get_position_ids",

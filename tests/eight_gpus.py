@@ -1,6 +1,8 @@
 """Compiles a program for eight GPUs on one or none, and prints it as it is scheduled, or runs it.
 
-python -m tests.eight_gpus OVERLAP_DEGREE needed|all_gather print|run [LOCAL_LENGTH]
+python -m tests.eight_gpus OVERLAP_DEGREE needed|all_gather print|print_barrier|run [LOCAL_LENGTH]
+
+`print_barrier` is of a program with kernel barriers.
 
 On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone.
 When the program runs, kernels are real, but collectives move nothing: results mean nothing. As
@@ -57,7 +59,9 @@ def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
 
   def step(q, k, v, dout, key):
     def attend(q, k, v):
-      out, meta = jax_magi.calc_attn(q, k, v, key, return_max_logits=True)
+      out, meta = jax_magi.calc_attn(
+        q, k, v, key, return_max_logits=True, kernel_barrier=action == "print_barrier"
+      )
       return out, meta.max_logits
 
     out, backward, max_logits = jax.vjp(attend, q, k, v, has_aux=True)
@@ -76,7 +80,7 @@ def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
   key_shapes = jax.tree.map(like, key)
   jitted = jax.jit(fun, compiler_options=overlap.recommended_flags())
   compiled = jitted.lower(*operands, key_shapes).compile()
-  if action == "print":
+  if action.startswith("print"):
     print(compiled.as_text())
     return
   rng = np.random.default_rng(0)

@@ -65,6 +65,21 @@ def test_each_transfer_has_attention_beside_it(overlap_degree, exchange):
 
 
 @needs_compiler
+@pytest.mark.parametrize("exchange", ["needed", "all_gather"])
+def test_a_kernel_barrier_is_between_a_transfer_and_its_kernel(exchange):
+  text = _run(2, exchange, "print_barrier")
+  entry = text[text.index("\nENTRY ") :]
+  words = re.findall(
+    r" (?:ragged-all-to-all|all-gather|reduce-scatter)-(start|done)\(|jax_magi_(attention|kernel)",
+    entry,
+  )
+  order = ["".join(word) for word in words]
+  # The last kernel of the forward pass has nothing beside it.
+  beside = ["start", "kernel", "attention", "done"]
+  assert order == 2 * beside + ["attention"] + 4 * beside
+
+
+@needs_compiler
 def test_all_gather_where_everything_is_needed():
   text = _run(2, "all_gather", "print")
   assert _count("all-gather", text) == 4

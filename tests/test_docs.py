@@ -1,12 +1,46 @@
-"""The documentation names files and functions that are there."""
+"""The documentation names files and functions that are there, and its code runs."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.doc_blocks import blocks_of, run_python
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def _with(language):
+  return [page for page in PAGES if any(b.language == language for b in blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", _with("python"), ids=lambda page: page.name)
+def test_python_runs(page, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # Some blocks write files.
+  assert run_python(page) > 0
+
+
+@pytest.mark.parametrize("page", _with("python"), ids=lambda page: page.name)
+def test_what_is_from_a_file_stands_there(page):
+  for block in blocks_of(page):
+    assert not block.file or block.code in (ROOT / block.file).read_text(), block.line
+
+
+@pytest.mark.parametrize("page", _with("sh"), ids=lambda page: page.name)
+def test_commands_can_be_parsed_and_name_what_is_there(page):
+  for block in blocks_of(page):
+    if block.language != "sh":
+      continue
+    subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+    scripts = re.findall(r"(?:python3?|bash) ([\w./]+\.(?:py|sh))", block.code)
+    modules = re.findall(r"-m ((?:jax_magi|benchmarks)[\w.]*)", block.code)
+    files = [ROOT / name for name in scripts]
+    for name in modules:
+      path = ROOT.joinpath(*name.split("."))
+      files.append(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+    assert [path for path in files if not path.exists()] == [], f"line {block.line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

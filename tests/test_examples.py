@@ -82,3 +82,16 @@ def test_command_line_writes_plot_and_figures(tmp_path):
   again = ["--from-json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "again.png")]
   subprocess.run([*command[:2], *again], cwd=ROOT, check=True)
   assert (tmp_path / "again.png").stat().st_size == (tmp_path / "new" / "plot.png").stat().st_size
+
+
+def test_gpt_on_data_tensor_and_context_parallel_devices():
+  example = _load("dp_tp_cp_gpt")
+  config = example.dataclasses.replace(example.CONFIG, num_steps=4, threshold=4.0)
+  mesh = example.train(config, dp=2, tp=2, cp=2)
+  alone = example.train_on_one_device(config)
+  np.testing.assert_allclose(mesh["loss"], alone["loss"], atol=1e-4)
+  np.testing.assert_allclose(mesh["max_logit"], alone["max_logit"], rtol=1e-4)
+  assert max(alone["max_logit"]) > config.threshold, "nothing was clipped"
+  # The weights stayed where they were put: half of the heads on each device.
+  query = mesh["params"]["blocks"]["query"]
+  assert query.sharding.shard_shape(query.shape)[2] == config.num_q_heads // 2

@@ -12,7 +12,17 @@ CC = ROOT / "cc"
 
 # Room, or module that all rooms share -> what it imports. Lower lines know nothing of upper ones.
 PYTHON = {
-  "public": {"attention", "context_parallel", "masks", "optim", "overlap", "softmax"},
+  "public": {
+    "about",
+    "attention",
+    "context_parallel",
+    "masks",
+    "optim",
+    "overlap",
+    "softmax",
+    "version",
+  },
+  "about": {"native", "version"},
   "overlap": {"native"},
   "context_parallel": {"arguments", "attention", "masks", "native", "optim", "transforms"},
   "softmax": {"arguments", "masks", "native", "transforms"},
@@ -23,6 +33,7 @@ PYTHON = {
   "transforms": set(),
   "arguments": set(),
   "softmax_lse": set(),
+  "version": set(),
   "reference": set(),
 }
 

@@ -1,6 +1,10 @@
 // Chooses among the instruction-set variants of tile_kernels.cc and row_kernels.cc. CMakeLists.txt
 // lists the same variants with their compiler flags.
 
+#include "cc/cpu/select.h"
+
+#include <iterator>
+
 #include "cc/cpu/row_kernels.h"
 #include "cc/cpu/tile_kernels.h"
 
@@ -18,8 +22,10 @@ namespace {
 // The variants of a table, narrowest first.
 #if defined(__x86_64__)
 #define JAX_MAGI_VARIANTS(kernels) {&kBaseline##kernels, &kAvx2##kernels, &kAvx512##kernels}
+const char* const kNames[] = {"baseline", "avx2", "avx512"};
 #else
 #define JAX_MAGI_VARIANTS(kernels) {&kBaseline##kernels}
+const char* const kNames[] = {"baseline"};
 #endif
 
 // Its place among the variants.
@@ -45,5 +51,8 @@ const RowKernels& SelectRowKernels() {
   static const RowKernels* const variants[] = JAX_MAGI_VARIANTS(RowKernels);
   return *variants[WidestVariant()];
 }
+
+std::vector<std::string> InstructionSets() { return {std::begin(kNames), std::end(kNames)}; }
+std::string SelectedInstructionSet() { return kNames[WidestVariant()]; }
 
 }  // namespace jax_magi::cpu

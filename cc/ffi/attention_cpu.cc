@@ -1,6 +1,7 @@
 // FFI handlers of the CPU kernels: decode, check, call.
 
 #include "cc/cpu/attention.h"
+#include "cc/cpu/select.h"
 #include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
 #include "cc/ffi/handlers.h"
@@ -60,4 +61,9 @@ jax_magi::AttentionNeeds jax_magi_cpu_attention_needs(const jax_magi::AttentionC
   needs.is_dq_summed = call.is_backward;
   needs.is_dbias_summed = call.wants_dbias;
   return needs;
+}
+
+std::map<std::string, std::vector<std::string>> jax_magi_cpu_variants() {
+  return {{"instruction sets", jax_magi::cpu::InstructionSets()},
+          {"instruction set of this processor", {jax_magi::cpu::SelectedInstructionSet()}}};
 }

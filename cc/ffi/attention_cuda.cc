@@ -118,3 +118,8 @@ jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::Attention
                                                        const jax_magi::Slice* slices) {
   return jax_magi::cuda::NeedsOf(call, slices);
 }
+
+std::map<std::string, std::vector<std::string>> jax_magi_cuda_variants() {
+  return {{"attention forward", jax_magi::cuda::ForwardVariants()},
+          {"attention backward", jax_magi::cuda::BackwardVariants()}};
+}

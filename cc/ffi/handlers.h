@@ -1,8 +1,12 @@
-// The symbols that the native libraries export: one FFI handler per op and device, and what a
-// device answers when Python traces a call of attention.
+// The symbols that the native libraries export: one FFI handler per op and device, what a device
+// answers when Python traces a call of attention, and what its kernels were built for.
 
 #ifndef JAX_MAGI_FFI_HANDLERS_H_
 #define JAX_MAGI_FFI_HANDLERS_H_
+
+#include <map>
+#include <string>
+#include <vector>
 
 #include "cc/attention.h"
 #include "xla/ffi/api/c_api.h"
@@ -29,5 +33,12 @@ JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_stand_in_done);
 
 JAX_MAGI_DECLARE_NEEDS(jax_magi_cpu_attention_needs);
 JAX_MAGI_DECLARE_NEEDS(jax_magi_cuda_attention_needs);
+
+// Lists of words for people, by what they are lists of.
+#define JAX_MAGI_DECLARE_VARIANTS(name) \
+  __attribute__((visibility("default"))) std::map<std::string, std::vector<std::string>> name()
+
+JAX_MAGI_DECLARE_VARIANTS(jax_magi_cpu_variants);
+JAX_MAGI_DECLARE_VARIANTS(jax_magi_cuda_variants);
 
 #endif  // JAX_MAGI_FFI_HANDLERS_H_

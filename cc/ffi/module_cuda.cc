@@ -1,6 +1,10 @@
-// Hands the CUDA handlers to Python as capsules, by target name, and what tracing asks of them.
+// Hands the CUDA handlers to Python as capsules, by target name, what tracing asks of them, and
+// what the build has.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "cc/ffi/attention_module.h"
 #include "cc/ffi/handlers.h"
@@ -23,4 +27,7 @@ NB_MODULE(_cuda, m) {
     return handlers;
   });
   jax_magi::AddAttentionNeeds(m, jax_magi_cuda_attention_needs);
+  m.def("variants", jax_magi_cuda_variants);
+  m.attr("COMMIT") = JAX_MAGI_COMMIT;
+  m.attr("COMPILER") = JAX_MAGI_COMPILER;
 }

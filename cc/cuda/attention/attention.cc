@@ -45,6 +45,17 @@ struct BackwardEntry {
 const BackwardEntry kBackward[] = {JAX_MAGI_BACKWARD_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
+template <typename Entry, size_t kCount>
+std::vector<std::string> NamesOf(const Entry (&entries)[kCount]) {
+  std::vector<std::string> names;
+  for (const Entry& entry : entries) {
+    std::string dims = std::to_string(entry.head_dim);
+    if (entry.value_dim != entry.head_dim) dims += "/" + std::to_string(entry.value_dim);
+    names.push_back(dims + (entry.dtype == DType::kBF16 ? " bfloat16" : " float16"));
+  }
+  return names;
+}
+
 // For scores with terms. There may be none: the last entry is for no call.
 struct ForwardTermsEntry {
   int64_t head_dim, value_dim;
@@ -175,6 +186,9 @@ CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list) {
   return {tiling(BackwardPart::kKeysValues),
           statistics + bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)};
 }
+
+std::vector<std::string> ForwardVariants() { return NamesOf(kForward); }
+std::vector<std::string> BackwardVariants() { return NamesOf(kBackward); }
 
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   const CallLayout layout = LayoutOf(call, /*has_tile_list=*/slices != nullptr);

@@ -3,6 +3,9 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
 #define JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
 
+#include <string>
+#include <vector>
+
 #include "cc/attention.h"
 #include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/tile_list.h"
@@ -42,6 +45,10 @@ CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list);
 // All that a call needs, when it is traced: it takes longer to say. With slices, one list that the
 // whole batch shares, there will be a list of tiles.
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
+
+// What was built, for people: "192/128 bfloat16" has head dim 192 and value dim 128.
+std::vector<std::string> ForwardVariants();
+std::vector<std::string> BackwardVariants();
 
 // One variant of a kernel, in a translation unit of its own. Those for scores with terms take any
 // of them, with a cap and without.

@@ -18,9 +18,13 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The shared memory of a kernel that has no other than dynamic one: the first KB is the driver's.
-// Such a kernel must check that it is there.
-__device__ __forceinline__ void* DynamicShared() { return __cvta_shared_to_generic(1024); }
+constexpr int kReservedBytes = 1024;  // Of a block's shared memory: the driver's.
+
+// The shared memory of a kernel that has no other than dynamic one. Such a kernel must check that
+// it is there.
+__device__ __forceinline__ void* DynamicShared() {
+  return __cvta_shared_to_generic(kReservedBytes);
+}
 
 // --- mbarrier ---
 

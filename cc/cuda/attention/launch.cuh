@@ -48,6 +48,13 @@ Status SetUpKernel(size_t shared_bytes, int* num_sms) {
   if (device >= kMaxDevices) return {"there are more than 64 devices", __FILE__, __LINE__};
   *num_sms = known[device].load(std::memory_order_acquire);
   if (*num_sms > 0) return {};
+  int reserved_bytes;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  if (reserved_bytes != kReservedBytes) {
+    return {"the driver reserves another part of shared memory than 1024 bytes", __FILE__,
+            __LINE__};
+  }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(

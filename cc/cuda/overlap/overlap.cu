@@ -7,16 +7,21 @@ namespace {
 
 // With so much shared memory, a block of threads is alone on its multiprocessor.
 constexpr int kAloneBytes = 200 * 1024;
+// Two such blocks have all of a multiprocessor's threads, and leave no room for a third of any
+// size.
+constexpr int kHalfThreads = 1024, kHalfBytes = 100 * 1024;
 
 // --- The barrier ---
 
 constexpr int kNumProbes = 32;
-// Nanoseconds in which all blocks of a probe come up, if nothing is in their way.
-constexpr uint64_t kPatience = 4000;
+// Nanoseconds in which all blocks of a probe come up, if nothing is in their way; and in which the
+// barrier ends in any case, but for the last blocks' coming up.
+constexpr uint64_t kPatience = 4000, kLongest = 100000;
 
 struct BarrierState {
+  unsigned long long begin;  // When the first block came up; 0 before.
   int num_arrived[kNumProbes];
-  int is_taken;  // Somebody else has a multiprocessor.
+  int is_over;
 };
 
 __device__ __forceinline__ uint64_t Nanoseconds() {
@@ -25,28 +30,34 @@ __device__ __forceinline__ uint64_t Nanoseconds() {
   return time;
 }
 
-// A grid of kNumProbes probes, one block of threads for each multiprocessor in each of them. Where
-// all blocks of a probe are there at once, nobody else is: they leave, and communication that waits
-// may come in before the next probe: its stream has the higher priority. Where some are missing for
-// long, their places are taken.
-__global__ void KernelBarrierKernel(BarrierState* state, int num_sms) {
-  if (threadIdx.x != 0) return;
-  auto* is_taken = const_cast<volatile int*>(&state->is_taken);
-  int* const num_arrived = &state->num_arrived[blockIdx.x / num_sms];
-  if (*is_taken != 0) return;
-  atomicAdd(num_arrived, 1);
-  int count = 0;
+__device__ __forceinline__ void Probe(BarrierState* state, int num_blocks) {
+  auto* is_over = const_cast<volatile int*>(&state->is_over);
+  if (*is_over != 0) return;
   uint64_t last_change = Nanoseconds();
-  while (*is_taken == 0) {
+  const uint64_t first = atomicCAS(&state->begin, 0ull, last_change);
+  const uint64_t begin = first == 0 ? last_change : first;
+  int* const num_arrived = &state->num_arrived[blockIdx.x / num_blocks];
+  atomicAdd(num_arrived, 1);
+  for (int count = 0; *is_over == 0;) {
     const int now = *const_cast<volatile int*>(num_arrived);
-    if (now == num_sms) return;
+    const uint64_t time = Nanoseconds();
+    if (now == num_blocks) return;
     if (now != count) {
       count = now;
-      last_change = Nanoseconds();
-    } else if (Nanoseconds() - last_change > kPatience) {
-      *is_taken = 1;
+      last_change = time;
     }
+    if (time - last_change > kPatience || time - begin > kLongest) *is_over = 1;
   }
+}
+
+// A grid of kNumProbes probes, each of which would take all of the GPU. Where all blocks of a probe
+// are there at once, nobody else is: they leave, and communication that waits may come in before
+// the next probe, as its stream has the higher priority. Where some are missing for long, their
+// places are taken.
+__global__ void __launch_bounds__(kHalfThreads)
+    KernelBarrierKernel(BarrierState* state, int num_blocks) {
+  if (threadIdx.x == 0) Probe(state, num_blocks);
+  __syncthreads();
 }
 
 // --- The stand-in ---
@@ -102,10 +113,10 @@ cudaError_t SideStreamOfDevice(SideStream** side) {
 }
 
 template <typename... Params, typename... Args>
-Status LaunchAlone(void (*kernel)(Params...), int num_blocks, int num_threads, int cluster_size,
-                   cudaStream_t stream, const Args&... args) {
+Status Launch(void (*kernel)(Params...), int num_blocks, int num_threads, int shared_bytes,
+              int cluster_size, cudaStream_t stream, const Args&... args) {
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAloneBytes));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   if (cluster_size > 8) {
     JAX_MAGI_CUDA_RETURN_IF_ERROR(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
@@ -116,7 +127,7 @@ Status LaunchAlone(void (*kernel)(Params...), int num_blocks, int num_threads, i
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(num_blocks);
   config.blockDim = dim3(num_threads);
-  config.dynamicSmemBytes = kAloneBytes;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = cluster_size > 1 ? 1 : 0;
@@ -134,8 +145,9 @@ Status KernelBarrier(void* workspace, cudaStream_t stream) {
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
       cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(workspace, 0, sizeof(BarrierState), stream));
-  return LaunchAlone(KernelBarrierKernel, kNumProbes * num_sms, 32, /*cluster_size=*/1, stream,
-                     static_cast<BarrierState*>(workspace), num_sms);
+  const int num_blocks = 2 * num_sms;
+  return Launch(KernelBarrierKernel, kNumProbes * num_blocks, kHalfThreads, kHalfBytes,
+                /*cluster_size=*/1, stream, static_cast<BarrierState*>(workspace), num_blocks);
 }
 
 Status StartStandIn(const StandIn& stand_in, cudaStream_t stream) {

@@ -12,7 +12,7 @@ namespace jax_magi::cuda {
 // Bytes that KernelBarrier works in.
 int64_t KernelBarrierWorkspace();
 
-// Ends when some other kernel holds a streaming multiprocessor, or after about 0.1 ms: what comes
+// Ends when some other kernel is on a streaming multiprocessor, or after about 0.1 ms: what comes
 // next on the stream then cannot take the place of communication that was started before.
 Status KernelBarrier(void* workspace, cudaStream_t stream);
 

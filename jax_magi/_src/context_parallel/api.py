@@ -29,7 +29,6 @@ from jax_magi._src.context_parallel.key import (
 )
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
 from jax_magi._src.context_parallel.sm_margins import sm_margins
-from jax_magi._src.optim import statistics as optim
 from jax_magi._src.transforms.varying import vary_together
 
 
@@ -92,7 +91,6 @@ def calc_attn(
     implementation=implementation,
   )
   keep = check_flag("keep_remote_kv", keep_remote_kv)
-  is_reduced = check_flag("reduce_max_logits", reduce_max_logits)
   q, config = with_positive_scale(q, config)
   sink = checks.check_sink(sink, q.shape[1])
   leaves, treedef = jax.tree.flatten(key)
@@ -100,18 +98,14 @@ def calc_attn(
   q, k, v, sink, *leaves = vary_together(q, k, v, jnp.asarray(sink), *map(jnp.asarray, leaves))
   forward, backward = (dataclasses.replace(config, sm_margin=x) for x in sm_margins(sm_margin))
   with_barrier = check_flag("kernel_barrier", kernel_barrier)
-  rank_config = RankConfig(forward, backward, axis_name, keep, with_barrier)
+  asks_max_logits = check_flag("return_max_logits", return_max_logits)
+  is_reduced = check_flag("reduce_max_logits", reduce_max_logits) and asks_max_logits
+  rank_config = RankConfig(forward, backward, axis_name, keep, with_barrier, is_reduced)
   out, lse, max_logits = rank_attention(
     rank_config, q, k, v, jax.tree.unflatten(treedef, leaves), sink
   )
-  if not check_flag("return_max_logits", return_max_logits):
+  if not asks_max_logits:
     return out, AttnForwardMeta(lse)
-  if is_reduced:
-    max_logits = optim.reduce_max_logits(max_logits, axis_name=axis_name)
-    # XLA has one collective in flight. Unless this one is over before the next begins, it may be
-    # the one that a kernel hides, and a transfer of keys not.
-    out, _ = lax.optimization_barrier((out, max_logits))
-    return out, AttnForwardMeta(lse, max_logits)
   return out, AttnForwardMeta(lse, lax.stop_gradient(max_logits))
 
 

@@ -22,6 +22,7 @@ from jax_magi._src.context_parallel.schedule import (
   side_by_side,
   slices_of_rows,
 )
+from jax_magi._src.optim.statistics import reduce_max_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class RankConfig:
   axis_name: str
   keep_remote_kv: bool = False
   kernel_barrier: bool = False
+  reduces_max_logits: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -49,7 +51,7 @@ def rank_attention(config: RankConfig, q, k, v, key: DistAttnKey, sink):
 
   Returns:
     out `[q_local, num_q_heads, value_dim]` in q's dtype, lse `[q_local, num_q_heads]`, and
-    max_logits `[num_q_heads]` of these queries.
+    max_logits `[num_q_heads]` of these queries, or of all ranks'.
   """
   return _forward(config, q, k, v, key, sink)[0]
 
@@ -86,7 +88,13 @@ def _forward(config: RankConfig, q, k, v, key, sink):
       stages.append(_parted(transfer.unpacked(both, arrived), k, v))
   outs, lses, maxima = zip(*results, strict=True)
   out, lse = merge_attention(outs, lses) if transfers else (outs[0], lses[0])
-  return (out.astype(q.dtype), lse, functools.reduce(jnp.maximum, maxima)), stages
+  out, max_logits = out.astype(q.dtype), functools.reduce(jnp.maximum, maxima)
+  if config.reduces_max_logits:
+    max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
+    # XLA has one collective in flight. Unless this one is over before the next begins, it may be
+    # the one that a kernel hides, and a transfer of keys not.
+    out, _ = lax.optimization_barrier((out, max_logits))
+  return (out, lse, max_logits), stages
 
 
 def _rank_attention_fwd(config: RankConfig, q, k, v, key, sink):
@@ -122,8 +130,12 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
   """float32 dq, and dk and dv as one array of rows; `BackwardStep`s tell the order."""
   both = _joined(k, v)
   stages: dict[int, tuple[Any, Any]] = dict(enumerate(kept or [(k, v)]))
-  gradients: dict[int, Any] = {}  # By stage, of its keys and values; in the end, of the rank's own.
-  dq: dict[int, list[Any]] = {}  # By stage, of each part of the queries.
+  gradients: dict[int, Any] = {}  # By remote stage, of its keys and values, until they go home.
+  # Summed as they come, as all that is there waits at each step: of the rank's own rows, and of
+  # each half of its queries.
+  dk_dv: Any = None
+  dq: list[Any] = [None, None]
+  halves = [slice(*part_of_rows(queries[0].shape[0], half, 2)) for half in range(2)]
   for step in backward_steps(key.spec.overlap_degree, is_fetching=kept is None):
     rows = slice(*part_of_rows(queries[0].shape[0], step.part, step.num_parts))
     operands = tuple(x[rows] for x in queries), *stages[step.stage]
@@ -135,20 +147,28 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
     if step.reduce is not None:
       move = transfers[step.reduce - 1].move_back
       own, sent = transfers[step.reduce - 1].packed_back(gradients.pop(step.reduce))
-    (gradients, dq), result, arrived = side_by_side(
-      (gradients, dq), kernel, slices, move, sent, with_barrier=config.kernel_barrier
+    (gradients, dk_dv, dq), (part_dq, gradient), arrived = side_by_side(
+      (gradients, dk_dv, dq), kernel, slices, move, sent, with_barrier=config.kernel_barrier
     )
     if step.cast is not None:
       stages[step.cast] = _parted(transfers[step.cast - 1].unpacked(both, arrived), k, v)
     if step.reduce is not None:
       deterministic = config.backward.deterministic
       home = transfers[step.reduce - 1].unpacked_back(own, arrived, deterministic)
-      gradients[step.reduce] = home
-    part_dq, gradient = result
-    dq.setdefault(step.stage, []).append(part_dq)
-    before = gradients.get(step.stage)
-    gradients[step.stage] = gradient if before is None else before + gradient
-  return sum(map(jnp.concatenate, dq.values())), sum(gradients.values())
+      dk_dv = _sum(dk_dv, home)
+    if step.stage == 0:
+      dk_dv = _sum(dk_dv, gradient)
+    else:
+      gradients[step.stage] = _sum(gradients.get(step.stage), gradient)
+    is_half = step.num_parts == 2
+    pieces = {step.part: part_dq} if is_half else dict(enumerate(part_dq[x] for x in halves))
+    for half, piece in pieces.items():
+      dq[half] = _sum(dq[half], piece)
+  return jnp.concatenate(dq), dk_dv
+
+
+def _sum(total, x):
+  return x if total is None else total + x
 
 
 def _stage_backward(config: RankConfig, queries, k, v, slices):

@@ -18,6 +18,12 @@ class AttentionNeeds:
   @property
   def tile_stamp(self) -> int: ...
 
+COMMIT: str  # Of the sources that were built; "unknown" where they were no git checkout.
+COMPILER: str
+
+def variants() -> dict[str, list[str]]:
+  """What the kernels were built for, in words, by what is listed."""
+
 def handlers() -> dict[str, object]: ...
 def attention_needs(
   *,

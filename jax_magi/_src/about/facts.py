@@ -1,0 +1,156 @@
+"""What is installed, what was built, and what is chosen here, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_magi._src.native.backends import BACKENDS, Backend, default_platform
+from jax_magi._src.version import __version__, version_of
+
+# Whose versions matter to a bug report or to a figure, where they are installed.
+_PACKAGES = (
+  "jax",
+  "jaxlib",
+  "jax-cuda13-plugin",
+  "jax-cuda12-plugin",
+  "nvidia-cudnn-cu13",
+  "nvidia-cudnn-cu12",
+  "numpy",
+  "flax",
+  "optax",
+)
+
+_ATTENTION = (
+  "attention",
+  "flex_flash_attn_func",
+  "dot_product_attention",
+  "flax_attention_fn",
+  "calc_attn",
+  "context_parallel_attention",
+)
+_SOFTMAX = (
+  "scaled_softmax",
+  "scaled_masked_softmax",
+  "scaled_upper_triang_masked_softmax",
+  "fused_scale_mask_softmax",
+  "FusedScaleMaskSoftmax",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What some functions do with some operands, if `implementation` is None.
+
+  Attributes:
+    functions: their names.
+    operands: in words.
+    implementation: the name of what they choose.
+    reason: why it is no native kernel; None if it is one.
+  """
+
+  functions: tuple[str, ...]
+  operands: str
+  implementation: str
+  reason: str | None
+
+
+def versions() -> dict[str, str]:
+  """Those of jax_magi, its build, Python and the packages around it."""
+  found = {package: version_of(package) for package in _PACKAGES}
+  return {
+    "jax_magi": __version__,
+    "commit": commit(),
+    "python": platform.python_version(),
+    **{package: version for package, version in found.items() if version is not None},
+  }
+
+
+def commit() -> str:
+  """That of the native modules' sources; "unknown" without modules, or of a source archive."""
+  found = {b.module.COMMIT for b in BACKENDS.values() if b.module is not None}
+  return " and ".join(sorted(found)) or "unknown"
+
+
+def machine() -> str:
+  """Operating system and processor."""
+  return f"{sys.platform} {platform.machine()}"
+
+
+def devices() -> dict[str, list[str]]:
+  """The kinds of devices that JAX sees, by platform. Empty if JAX cannot start."""
+  found = {}
+  for name in dict.fromkeys((*BACKENDS, _default_platform())):
+    try:
+      found[name] = [_device_in_words(d) for d in jax.devices(name)] if name else []
+    except RuntimeError:  # There is none of this platform.
+      found[name] = []
+  return {name: kinds for name, kinds in found.items() if kinds}
+
+
+def start_error() -> str | None:
+  """What JAX says where it finds no device at all, or not those that JAX_PLATFORMS names."""
+  try:
+    jax.devices()
+  except RuntimeError as error:
+    return str(error)
+  return None
+
+
+def _default_platform() -> str:
+  return "" if start_error() else default_platform()
+
+
+def _device_in_words(device: Any) -> str:
+  capability = getattr(device, "compute_capability", None)
+  cores = getattr(device, "core_count", None)
+  details = [f"compute capability {capability}"] if capability else []
+  details += [f"{cores} multiprocessors"] if capability and cores else []
+  return f"{device.device_kind} ({', '.join(details)})" if details else device.device_kind
+
+
+def choices(platform_name: str | None = None) -> list[Choice]:
+  """What the public functions choose on a platform: JAX's default one, if not named."""
+  name = platform_name or _default_platform()
+  found = []
+  for dtype, head_dim in (
+    (jnp.bfloat16, 64),
+    (jnp.bfloat16, 128),
+    (jnp.bfloat16, 256),
+    (jnp.float16, 128),
+    (jnp.float32, 128),
+    (jnp.bfloat16, 512),
+  ):
+    q = jax.ShapeDtypeStruct((1, 1024, 8, head_dim), dtype)
+    words = f"{jnp.dtype(dtype).name}, head dim {head_dim}"
+    found.append(_choice(name, _ATTENTION, words, "blockwise", Backend.attention_obstacle, q, q))
+  for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+    x = jax.ShapeDtypeStruct((1, 8, 1024, 1024), dtype)
+    words = jnp.dtype(dtype).name
+    found.append(_choice(name, _SOFTMAX, words, "xla", Backend.softmax_obstacle, x))
+  return found
+
+
+def _choice(
+  platform_name: str,
+  functions: tuple[str, ...],
+  operands: str,
+  plain: str,
+  obstacle: Callable[..., str | None],
+  *shapes: jax.ShapeDtypeStruct,
+) -> Choice:
+  backend = BACKENDS.get(platform_name)
+  if backend is None:
+    reason: str | None = f"there are kernels for {' and '.join(BACKENDS)} alone"
+  else:
+    with warnings.catch_warnings():  # Of GPUs of another generation: that is the reason, then.
+      warnings.simplefilter("ignore")
+      reason = obstacle(backend, *shapes)
+  return Choice(functions, operands, plain if reason else platform_name, reason)

@@ -1,0 +1,100 @@
+"""`dot_product_attention` as the `attention_fn` of Flax's modules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_magi._src.attention.dot_product import dot_product_attention
+from jax_magi._src.masks.mask import AttentionMask
+
+
+def flax_attention_fn(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: Any = None,
+  mask: Any = None,
+  broadcast_dropout: bool = True,
+  dropout_rng: Any = None,
+  dropout_rate: float = 0.0,
+  deterministic: bool = False,
+  dtype: Any = None,
+  precision: Any = None,
+  module: Any = None,
+  is_causal: bool = False,
+  force_fp32_for_softmax: bool = True,
+  einsum_dot_general: Any = None,
+  qk_attn_weights_einsum: Any = None,
+  attn_weights_value_einsum: Any = None,
+  **options: Any,
+) -> jax.Array:
+  """For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
+
+  What a module's caller gives as `mask` arrives here, so an `AttentionMask` may be given there.
+  `functools.partial(flax_attention_fn, is_causal=True, local_window_size=(1023, 0))` fixes what is
+  the same in every call. Rows that see nothing are zero; Flax's own average all values there.
+
+  Args:
+    query: `[batch..., q_len, num_q_heads, head_dim]`.
+    key: `[batch..., k_len, num_kv_heads, head_dim]`.
+    value: `[batch..., k_len, num_kv_heads, value_dim]`.
+    bias: as in `dot_product_attention`.
+    mask: as in `dot_product_attention`.
+    broadcast_dropout: no matter, as there is no dropout.
+    dropout_rng: likewise.
+    dropout_rate: must be 0, unless Flax's `deterministic` is True: attention dropout is not
+      supported.
+    deterministic: Flax's: whether dropout is off. It is not that of `dot_product_attention`.
+    dtype: that of the computation; None is what the operands promote to.
+    precision: no matter: products of the operands are exact or float32, and summed in float32.
+    module: must be None: `sow_weights` is not supported, as there are no weights to keep.
+    is_causal: as in `dot_product_attention`.
+    force_fp32_for_softmax: no matter: it always is float32.
+    einsum_dot_general: must be None.
+    qk_attn_weights_einsum: must be None.
+    attn_weights_value_einsum: must be None.
+    **options: more arguments of `dot_product_attention`, such as `local_window_size` and `softcap`.
+
+  Returns:
+    out `[batch..., q_len, num_q_heads, value_dim]`.
+  """
+  del broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
+  if dropout_rate and not deterministic:
+    raise NotImplementedError(
+      f"dropout_rate must be 0, got {dropout_rate}: attention dropout is not supported; give the "
+      "module dropout_rate=0, or call it with deterministic=True"
+    )
+  if module is not None:
+    raise NotImplementedError(
+      "sow_weights must be False: the attention weights are never formed; "
+      "fused_scale_mask_softmax is for attention that needs them"
+    )
+  for name, einsum in (
+    ("einsum_dot_general", einsum_dot_general),
+    ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+    ("attn_weights_value_einsum", attn_weights_value_einsum),
+  ):
+    if einsum is not None:
+      raise NotImplementedError(f"{name} must be None: the kernels have products of their own")
+  dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+  q, k, v = (x.astype(dtype) for x in (query, key, value))
+  batch = query.shape[:-3]
+  if len(batch) > 1:
+    q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (q, k, v))
+    bias, mask = (_fold(x, batch) for x in (bias, mask))
+  out = dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
+  return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _fold(x: Any, batch: tuple[int, ...]) -> Any:
+  """An array over all pairs, with one batch axis in the place of several."""
+  if x is None or isinstance(x, AttentionMask) or x.ndim <= 3:
+    return x
+  leading = (1,) * (len(batch) + 3 - x.ndim) + x.shape[:-3]
+  if math.prod(leading) == 1:
+    return x.reshape(1, *x.shape[-3:])
+  return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])

@@ -1,0 +1,122 @@
+"""`python -m jax_magi`: it tells the truth, with and without devices and native modules."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_magi
+from jax_magi._src.about import facts
+from jax_magi._src.about.command import report
+from jax_magi._src.native.backends import BACKENDS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _run(*command, **environment):
+  return subprocess.run(
+    [sys.executable, *command],
+    cwd=ROOT,
+    env={**os.environ, **environment},
+    check=False,
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_version_is_the_one_of_pyproject():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert jax_magi.__version__ == project["version"]
+
+
+def test_command_names_versions_devices_kernels_and_choices():
+  done = _run("-m", "jax_magi")
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith(f"jax_magi {jax_magi.__version__}, built from commit ")
+  assert f"jax {jax.__version__}" in done.stdout
+  for name, backend in BACKENDS.items():
+    assert f"\n  {name}: " in done.stdout
+    if backend.module is not None:
+      assert backend.module.COMPILER in done.stdout
+  ends = r"(attention(_fn)?|attn(_func)?|softmax)$"
+  names = {name for name in jax_magi.__all__ if re.search(ends, name, re.IGNORECASE)}
+  # Plain JAX everywhere.
+  assert {name for name in names if name not in done.stdout} == {"merge_attention"}
+  assert done.stderr == ""
+
+
+def test_without_native_modules_it_says_so():
+  hide = (
+    "import sys; sys.modules.update({f'jax_magi._src.native.{m}': None for m in ['_cpu', '_cuda']})"
+  )
+  done = _run("-c", f"{hide}; from jax_magi.__main__ import main; sys.exit(main())")
+  assert done.returncode == 0, done.stderr
+  assert "built from commit unknown" in done.stdout
+  for name in BACKENDS:
+    assert f"\n  {name}: none" in done.stdout
+  assert "native kernel (" not in done.stdout
+  assert "this build of jax_magi has no kernels for it" in done.stdout
+
+
+def test_without_devices_it_says_what_jax_says():
+  done = _run("-m", "jax_magi", JAX_PLATFORMS="nowhere")
+  assert done.returncode == 1
+  assert "JAX finds none" in done.stdout and "nowhere" in done.stdout
+  assert "kernels of this build" in done.stdout
+
+
+def test_help():
+  assert "Exit status" in _run("-m", "jax_magi", "--help").stdout
+  assert _run("-m", "jax_magi", "more").returncode == 2
+
+
+def test_variants_name_the_instruction_set_that_is_used():
+  backend = BACKENDS["cpu"]
+  if backend.module is None:
+    pytest.skip("this build has no CPU kernels")
+  variants = backend.module.variants()
+  (chosen,) = variants["instruction set of this processor"]
+  assert chosen in variants["instruction sets"]
+  assert f"instruction set of this processor: {chosen}" in report()
+
+
+def test_another_platform_has_no_kernels():
+  assert {c.implementation for c in facts.choices("tpu")} == {"blockwise", "xla"}
+  assert all("kernels for cpu and cuda alone" in c.reason for c in facts.choices("tpu"))
+
+
+@pytest.mark.parametrize("platform", list(BACKENDS))
+def test_choices_are_what_a_program_calls(platform):
+  def is_native(fun, *operands):
+    text = jax.jit(fun).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    return "jax_magi_" in text
+
+  for choice in facts.choices(platform):
+    assert (choice.reason is None) == (choice.implementation == platform)
+    dtype, _, dim = choice.operands.partition(", head dim ")
+    if dim:
+      q = jax.ShapeDtypeStruct((16, 2, int(dim)), jnp.dtype(dtype))
+      mask = jax_magi.AttentionMask.causal(16, 16)
+      native = is_native(lambda q, mask=mask: jax_magi.attention(q, q, q, mask)[0], q)
+    else:
+      native = is_native(jax_magi.scaled_softmax, jax.ShapeDtypeStruct((8, 8), jnp.dtype(dtype)))
+    assert native == (choice.reason is None), choice
+
+
+def test_citation_and_changes_name_the_version():
+  assert f"\nversion: {jax_magi.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+  assert jax_magi.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_documentation_shows_what_is_printed():
+  shown = (ROOT / "docs" / "quick_start.md").read_text()
+  _, _, choices = report().partition("what a call takes")
+  for line in choices.splitlines()[1:]:
+    # The choice differs from platform to platform; what is listed does not.
+    assert re.split('native kernel|"', line)[0].rstrip() in shown

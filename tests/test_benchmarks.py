@@ -1,0 +1,55 @@
+"""`python -m benchmarks`: it runs what is asked for, and says what it could not run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jax_magi
+from benchmarks import __main__ as command
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_figures_have_device_versions_and_commit(tmp_path):
+  subprocess.run(
+    [sys.executable, "-m", "benchmarks", "train_step", "--quick", "--out", str(tmp_path)],
+    cwd=ROOT,
+    check=True,
+  )
+  results = json.loads((tmp_path / "results.json").read_text())
+  assert results["versions"]["jax"] == jax.__version__
+  assert results["versions"]["jax_magi"] == jax_magi.__version__
+  assert results["commit"] and results["devices"] and results["date"]
+  (part,) = results["parts"].values()
+  assert len(part["figures"]["ours"]["losses"]) == 4
+  assert (tmp_path / "train_step.png").stat().st_size > 1000
+  assert "ms a step" in (tmp_path / "train_step.log").read_text()
+
+
+def test_what_needs_a_gpu_is_skipped_without():
+  part = command.PARTS["overlap"]
+  options = {"is_gpu": False, "quick": False, "show": print}
+  assert "GPU" in command.run_part(part, "overlap", ROOT, **options)["skipped"]
+
+
+def test_a_part_that_fails_is_named_and_others_run(tmp_path, monkeypatch, capsys):
+  parts = {
+    "broken": command.Part(("json.tool {json}",)),
+    "other": command.Part(("json",), on_cpu=None),
+  }
+  monkeypatch.setattr(command, "PARTS", parts)
+  assert command.main(["--out", str(tmp_path)]) == 1
+  results = json.loads((tmp_path / "results.json").read_text())["parts"]
+  assert "exit status 2" in results["broken"]["failed"]
+  assert set(results) == {"broken", "other"}
+  assert "[##] 2/2" in capsys.readouterr().out
+
+
+def test_unknown_parts_are_an_error(capsys):
+  with pytest.raises(SystemExit):
+    command.main(["attentoin"])
+  assert "PART must be one of attention, softmax" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""`flax_attention_fn` in Flax's own modules, against Flax's own attention in them."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_magi
+from jax_magi import AttentionMask, flax_attention_fn
+
+BATCH, LENGTH, HEADS, FEATURES = 3, 24, 4, 32
+LENGTHS = np.array([24, 17, 1])
+# [batch, length]: what is not padding.
+TOKENS = np.arange(LENGTH) < LENGTHS[:, None]
+
+
+def _inputs(shape=(BATCH, LENGTH, FEATURES), seed=0):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def _dense(*, is_causal, is_padded):
+  """The boolean mask for Flax, `[batch, 1, length, length]`."""
+  mask = np.ones((BATCH, 1, LENGTH, LENGTH), bool)
+  if is_causal:
+    mask &= np.tril(np.ones((LENGTH, LENGTH), bool))
+  if is_padded:
+    mask &= TOKENS[:, None, None, :]
+  return mask
+
+
+def _slices(*, is_causal, is_padded):
+  """The same as an `AttentionMask` with slices for each row; traced, as a data pipeline has it."""
+  ids = TOKENS if is_padded else np.ones_like(TOKENS)
+
+  def of_row(ids):
+    return AttentionMask.from_segment_ids(ids, 1, causal=is_causal)
+
+  return jax.jit(jax.vmap(of_row))(jnp.asarray(ids, np.int32))
+
+
+def _linen(attention_fn, **options):
+  module = nn.MultiHeadDotProductAttention(HEADS, attention_fn=attention_fn, **options)
+  params = nn.MultiHeadDotProductAttention(HEADS).init(jax.random.key(1), _inputs())
+  return lambda params, x, **call: module.apply(params, x, **call), params
+
+
+def _nnx(attention_fn, **options):
+  module = nnx.MultiHeadAttention(
+    HEADS, FEATURES, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(1), **options
+  )
+  graph, params = nnx.split(module)
+  return lambda params, x, **call: nnx.merge(graph, params)(x, **call), params
+
+
+MODULES = {"linen": _linen, "nnx": _nnx}
+DEFAULTS = {"linen": nn.dot_product_attention, "nnx": nnx.dot_product_attention}
+
+
+def _value_and_gradients(make, attention_fn, x, call, rows):
+  apply, params = make(attention_fn)
+  target = _inputs(seed=2)
+
+  def loss(params, x):
+    out = apply(params, x, **call)
+    return jnp.sum(jnp.where(rows[..., None], out * target, 0.0)), out
+
+  (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True))(
+    params, x
+  )
+  return jnp.where(rows[..., None], out, 0.0), [
+    g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.floating)
+  ]
+
+
+def _assert_close(ours, theirs):
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", MODULES)
+def test_masks_made_of_slices(name, is_causal, is_padded):
+  kind = {"is_causal": is_causal, "is_padded": is_padded}
+  # What padding itself sees differs, and nobody reads it.
+  rows = TOKENS if is_padded else np.ones_like(TOKENS)
+  ours, theirs = (
+    _value_and_gradients(MODULES[name], fn, _inputs(), {"mask": mask}, rows)
+    for fn, mask in (
+      (flax_attention_fn, _slices(**kind)),
+      (DEFAULTS[name], jnp.asarray(_dense(**kind))),
+    )
+  )
+  _assert_close(ours, theirs)
+
+
+def _takes_boolean_masks():
+  x = jnp.zeros((1, 2, 1, 8))
+  try:
+    jax_magi.dot_product_attention(x, x, x, mask=jnp.ones((1, 1, 2, 2), bool))
+  except NotImplementedError:
+    return False
+  return True
+
+
+@pytest.mark.skipif(not _takes_boolean_masks(), reason="dot_product_attention takes no such mask")
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", MODULES)
+def test_boolean_masks(name, is_causal, is_padded):
+  mask = jnp.asarray(_dense(is_causal=is_causal, is_padded=is_padded))
+  ours, theirs = (
+    _value_and_gradients(MODULES[name], fn, _inputs(), {"mask": mask}, np.ones_like(TOKENS))
+    for fn in (flax_attention_fn, DEFAULTS[name])
+  )
+  _assert_close(ours, theirs)
+
+
+def test_nnx_is_causal():
+  rows = np.ones_like(TOKENS)
+  ours, theirs = (
+    _value_and_gradients(_nnx, fn, _inputs(), {"is_causal": True}, rows)
+    for fn in (flax_attention_fn, nnx.dot_product_attention)
+  )
+  _assert_close(ours, theirs)
+
+
+def test_linen_passes_on_what_partial_fixes():
+  fn = functools.partial(flax_attention_fn, is_causal=True, local_window_size=(3, 0))
+  band = np.tril(np.ones((LENGTH, LENGTH), bool)) & ~np.tril(np.ones((LENGTH, LENGTH), bool), -4)
+  rows = np.ones_like(TOKENS)
+  ours = _value_and_gradients(_linen, fn, _inputs(), {}, rows)
+  theirs = _value_and_gradients(
+    _linen, nn.dot_product_attention, _inputs(), {"mask": jnp.asarray(band[None, None])}, rows
+  )
+  _assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(LENGTH, FEATURES), (2, 3, LENGTH, FEATURES)], ids=str)
+def test_any_number_of_batch_axes(shape):
+  x = _inputs(shape)
+  ours, theirs = (
+    _linen(fn)[0](_linen(fn)[1], x) for fn in (flax_attention_fn, nn.dot_product_attention)
+  )
+  _assert_close(ours, theirs)
+
+
+def test_cross_attention_in_bfloat16():
+  x, y = _inputs(), _inputs((BATCH, 7, FEATURES), seed=3)
+
+  def run(fn, dtype):
+    apply, params = _linen(fn, dtype=dtype)
+    return apply(params, x, inputs_k=y)
+
+  ours = run(flax_attention_fn, jnp.bfloat16)
+  assert ours.dtype == jnp.bfloat16
+  truth = run(nn.dot_product_attention, jnp.float32)
+  theirs = run(nn.dot_product_attention, jnp.bfloat16)
+  ulp = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(truth).max()
+  assert np.abs(ours - truth).max() <= 2 * np.abs(theirs - truth).max() + ulp
+
+
+def test_what_is_not_supported_says_so():
+  x = _inputs()
+  apply, params = _linen(flax_attention_fn, dropout_rate=0.1)
+  assert apply(params, x, deterministic=True).shape == x.shape
+  with pytest.raises(NotImplementedError, match="dropout_rate=0, or call it with deterministic"):
+    apply(params, x, deterministic=False, dropout_rng=jax.random.key(0))
+  apply, params = _linen(flax_attention_fn)
+  with pytest.raises(NotImplementedError, match="sow_weights must be False"):
+    apply(params, x, sow_weights=True)
+  with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum must be None"):
+    _linen(flax_attention_fn, qk_attn_weights_einsum_cls=lambda: jnp.einsum)[0](params, x)
