@@ -159,10 +159,11 @@ Status StartStandIn(const StandIn& stand_in, cudaStream_t stream) {
     DelayKernel<<<1, 32, 0, side->stream>>>(uint64_t{1000} * stand_in.delay_us);
     JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
   }
-  const Status status = LaunchAlone(
-      StandInCommunicationKernel, stand_in.num_sms, kCopyThreads, stand_in.cluster_size,
-      side->stream, static_cast<const uint4*>(stand_in.src), static_cast<uint4*>(stand_in.dst),
-      stand_in.num_bytes / static_cast<int64_t>(sizeof(uint4)), stand_in.num_rounds);
+  const Status status =
+      Launch(StandInCommunicationKernel, stand_in.num_sms, kCopyThreads, kAloneBytes,
+             stand_in.cluster_size, side->stream, static_cast<const uint4*>(stand_in.src),
+             static_cast<uint4*>(stand_in.dst),
+             stand_in.num_bytes / static_cast<int64_t>(sizeof(uint4)), stand_in.num_rounds);
   if (status.message != nullptr) return status;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->end, side->stream));
   return {};
