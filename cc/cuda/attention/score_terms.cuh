@@ -1,7 +1,7 @@
 // What scores are made of besides the product of queries and keys: a bias, and ALiBi's slopes.
 //
-// Kernels with terms have scores in natural units, softmax_scale * q k^T + bias + slope * (j - i),
-// before they are hidden or capped.
+// Kernels with terms make logits of scores, softmax_scale * q k^T + bias + slope * (j - i), in
+// natural units, before they are hidden or capped; or what is left to do says a LogitScale.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_

@@ -1,6 +1,6 @@
 // Configurations of the kernels for calls whose scores have terms besides the product of queries
-// and keys: a bias, or ALiBi's slopes. One variant serves all kinds of them, with a cap and
-// without, as calls without terms shall pay nothing for it, and a build not much.
+// and keys: a bias, or ALiBi's slopes. They serve most kinds of them, with a cap and without, as
+// calls without terms shall pay nothing for it, and a build not much.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TERMS_CONFIG_H_
 #define JAX_MAGI_CUDA_ATTENTION_TERMS_CONFIG_H_
