@@ -153,6 +153,36 @@ def test_random_slices(seed):
   check_attention(inputs, mask, "cuda", softcap=softcap, is_mask_known=bool(rng.integers(2)))
 
 
+@pytest.mark.parametrize("bias", ["hqk", "h1k", None])
+def test_long_tiles(bias):
+  """For which the forward kernel runs in clusters."""
+  length = 2688
+  mask = AttentionMask.full(length)
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    DTYPES["bf16"],
+    *(length, length, 2, 1, 128, 128),
+    bias=bias,
+    has_alibi=True,
+  )
+  check_attention(inputs, mask, "cuda", is_mask_known=True)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(0, 40), (40, 0)])
+def test_no_tokens(q_len, k_len):
+  q, k, bias = (
+    jnp.ones(shape, jnp.bfloat16) for shape in ((q_len, 2, 64), (k_len, 1, 64), (2, q_len, k_len))
+  )
+
+  def loss(q, k, v, bias):
+    mask = AttentionMask.full(q_len, k_len)
+    return jax_magi.attention(q, k, v, mask, bias=bias, implementation="cuda")[0].sum()
+
+  gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, k, bias)
+  assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape, bias.shape]
+  assert all(not np.asarray(x, np.float32).any() for x in gradients)
+
+
 # --- batches ---
 
 

@@ -102,6 +102,8 @@ def _needs(
   wants: tuple[str, ...] = (),
 ) -> Any:
   """`static_slices` are the values of `slices`, where they are known and one list."""
+  # Terms without elements are none, as handlers see them.
+  bias, alibi_slopes = (x if x is not None and x.size > 0 else None for x in (bias, alibi_slopes))
   return backend.module.attention_needs(
     q_shape=q.shape,
     k_shape=k.shape,
@@ -115,8 +117,8 @@ def _needs(
     bias_shape=None if bias is None else bias.shape,
     bias_dtype="float32" if bias is None else bias.dtype.name,
     has_alibi=alibi_slopes is not None,
-    wants_dbias="bias" in wants,
-    wants_dslopes="alibi_slopes" in wants,
+    wants_dbias="bias" in wants and bias is not None,
+    wants_dslopes="alibi_slopes" in wants and alibi_slopes is not None,
   )
 
 
