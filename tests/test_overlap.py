@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -424,3 +425,24 @@ def test_profile_that_jax_records(tmp_path, capsys):
   assert all(sum(k.kind is Kind.ATTENTION for k in step.kernels) == 2 for step in trace.steps)
   assert _run(tmp_path, "--no-png") == 0
   assert "profile of CPUs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("sm_margin", "is_hidden"), [(0, False), (16, True)])
+def test_profiles_of_an_h200(sm_margin, is_hidden):
+  """Attention, and a stand-in for communication on 16 SMs, 0.2 ms after it."""
+  trace = overlap.read_trace(Path(__file__).parent / "data" / f"h200_margin_{sm_margin}.xplane.pb")
+  assert trace.devices == ["GPU:0"]
+  assert trace.labels == [f"step {number}" for number in range(6)]
+  for step in trace.steps:
+    attention = [k for k in step.kernels if k.kind is overlap.Kind.ATTENTION]
+    assert [k.name for k in attention] == ["ForwardKernel"]
+    (collective,) = overlap.measure(step).collectives
+    assert collective.count == 1
+    (communication,) = [k for k in step.kernels if k.kind is overlap.Kind.COMMUNICATION]
+    assert 2.5e9 < communication.end_ps - communication.begin_ps < 3.5e9
+    if is_hidden:
+      assert collective.overlap.attention_share == 1.0
+      assert not collective.waits
+    else:
+      assert collective.overlap.attention_share < 0.01
+      assert communication.begin_ps > attention[0].end_ps - 2e7  # It waited for the kernel.
