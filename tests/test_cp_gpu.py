@@ -10,11 +10,15 @@ import pytest
 
 from jax_magi import overlap
 
-_HAS_COMPILER = os.path.exists("/dev/nvidiactl") or (
+_HAS_PLUGIN = (
   importlib.util.find_spec("jax_plugins") is not None
   and importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
 )
-needs_compiler = pytest.mark.skipif(not _HAS_COMPILER, reason="needs a GPU or JAX's CUDA plugin")
+needs_compiler = (
+  pytest.mark.gpu
+  if os.path.exists("/dev/nvidiactl")
+  else pytest.mark.skipif(not _HAS_PLUGIN, reason="needs a GPU or JAX's CUDA plugin")
+)
 
 # By overlap degree. In the backward pass, each of 2 * degree transfers has one to hide behind.
 _KERNELS = {"forward": {0: 1, 1: 2, 2: 3, 4: 5}, "backward": {0: 1, 1: 3, 2: 4, 4: 8}}
