@@ -83,11 +83,6 @@ class BackwardStep:
   cast: int | None = None
   reduce: int | None = None
 
-  @property
-  def is_stage_done(self) -> bool:
-    """Whether the stage's gradients are complete then."""
-    return self.part == self.num_parts - 1
-
 
 def backward_steps(overlap_degree: int, is_fetching: bool) -> Iterator[BackwardStep]:
   """The steps of a backward pass with `overlap_degree` > 0 stages of remote keys.
