@@ -54,6 +54,21 @@ def _btnh(q, k, v, bias, slopes, **options):
 _gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4))
 
 
+# --- 64-bit types ---
+
+
+@implementations
+@pytest.mark.parametrize("bias", ["hqk", "h1k"])
+def test_x64_changes_nothing(implementation, bias):
+  operands = (*_arrays(lead=()), _bias(bias), _slopes())
+  gradients = _gradients(functools.partial(_loss, implementation=implementation))
+  expected = gradients(*operands)
+  with jax.enable_x64(True):
+    got = gradients(*operands)
+  assert all(x.dtype == np.float32 for x in jax.tree.leaves(got))
+  assert_trees_close(got, expected)
+
+
 # --- vmap ---
 
 

@@ -75,7 +75,8 @@ class BlockTerms:
   def added(self, logits, mask, q_begin, k_begin):
     """A block of logits with the terms, and the mask without pairs whose bias is -inf."""
     if self.bias is not None:
-      begin = (0, 0, 0 if self.bias.shape[2] == 1 else q_begin, k_begin)
+      zero = np.int32(0)  # An int would be 64 bits wide with jax_enable_x64.
+      begin = (zero, zero, zero if self.bias.shape[2] == 1 else q_begin, k_begin)
       block = lax.dynamic_slice(self.bias, begin, self._bias_block).astype(np.float32)
       logits, mask = logits + block, mask & (block != -jnp.inf)
     if self.slopes is not None:
