@@ -1,7 +1,12 @@
 import os
+from pathlib import Path
 
-# Several CPU devices, for the sharding tests; must be set before JAX starts.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# Must be set before JAX starts. Several CPU devices, for the sharding tests; and where only CPUs
+# are, XLA compiles for a short time: programs are run once, and our kernels are not its own.
+_FLAGS = ["--xla_force_host_platform_device_count=8"]
+if not Path("/dev/nvidiactl").exists():
+  _FLAGS += ["--xla_backend_optimization_level=0"]
+os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 
 
 def pytest_collection_modifyitems(items):
