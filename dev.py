@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Development commands. Each sets up what it needs, in `.venv` and `build/`, on first use.
 
-python3 dev.py demo    draw a mask, train a small GPT with and without QK-Clip, and plot it
+python3 dev.py demo    train a small GPT with and without QK-Clip, and plot it (first, a mask)
 python3 dev.py test    run the tests (extra arguments go to pytest)
 python3 dev.py lint    check formatting, lint, types, and that the documentation's site builds
 python3 dev.py bench   time attention against XLA's (extra arguments go to the benchmark)
@@ -61,6 +61,8 @@ def set_up(group: str) -> None:
     if more.split():
       # Headers only: what the wheel itself asks for is for its Python tools.
       run(PYTHON, "-m", "pip", *install, "--no-deps", *more.split())
+    if group == "demo":  # Something to look at while kernels are compiled.
+      run(PYTHON, "examples/quick_start.py", "--only-picture", PYTHONPATH=str(ROOT))
   # Not isolated: the build folder is kept, and only what changed is compiled.
   path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
   # Verbose, it shows what ptxas says of each kernel: registers, spills.
@@ -71,8 +73,7 @@ def set_up(group: str) -> None:
 
 
 def demo(*arguments: str) -> None:
-  """Draws a mask; trains a small GPT with and without QK-Clip, and plots it."""
-  run(PYTHON, "examples/quick_start.py")  # Within seconds, there is something to look at.
+  """Trains a small GPT with and without QK-Clip, and plots it."""
   run(PYTHON, "examples/muon_qk_clip.py", "--compare", *arguments)
 
 

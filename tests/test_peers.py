@@ -87,6 +87,17 @@ def test_the_fastest_way_that_works_counts(monkeypatch):
   assert timed(peer, _cell()) == {"seconds": 1.0}
 
 
+def test_ways_may_depend_on_the_direction():
+  peer = Peer("tuned", "Tuned", lambda cell: _ours(cell) * (3 if cell.direction == "both" else 1))
+  assert timed(peer, _cell())["seconds"] > 0
+  calls = []
+  failing_first = Peer(
+    "last", "Last", lambda cell: [lambda *x: (calls.append(x), _raise())] * 2 + _ours(cell)
+  )
+  assert timed(failing_first, _cell(direction="backward"))["seconds"] > 0
+  assert len(calls) == 2
+
+
 def test_a_peer_that_computes_something_else_is_not_compared():
   assert "computes something else" in timed(WRONG, _cell())["note"]
   # One key too many in a window of 1024, which a mean error would not show.
@@ -95,6 +106,12 @@ def test_a_peer_that_computes_something_else_is_not_compared():
   peer = Peer("window", "Window", lambda _: _ours(other))
   assert "window is off by" in timed(peer, dataclasses.replace(other, mask=mask))["note"]
   assert "seconds" in timed(peer, other)
+
+
+def test_rows_that_see_nothing_are_not_compared():
+  cell = _cell("shared_question", 1501)
+  assert not cell.mask.to_dense().any(axis=1).all()
+  assert "seconds" in timed(XLA, cell)
 
 
 def test_peers_get_only_what_they_can_do():
