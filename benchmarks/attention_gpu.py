@@ -244,12 +244,14 @@ def plot(rows: list[dict], beside: Beside, path: Path, title: str) -> None:
       for color, (name, label) in enumerate(curves.items()):
         points = [(r["length"], r[name]) for r in own if name in r]
         if points:
-          style = {"lw": 2} if name == "ours" else {"lw": 1, "ls": "--", "ms": 3}
-          (handles[label],) = ax.plot(*zip(*points, strict=True), "o", color=f"C{color}", **style)
+          style = {"lw": 2, "ms": 4} if name == "ours" else {"lw": 1, "ls": "--", "ms": 3}
+          (handles[label],) = ax.plot(
+            *zip(*points, strict=True), marker="o", color=f"C{color}", **style
+          )
       ax.set_xscale("log", base=2)
-      ax.set_ylim(bottom=0)
       if i == 0:
         ax.set_title(mask, fontsize=9)
+    axes[i, 0].set_ylim(bottom=0)  # Now that the whole row is drawn, which shares it.
     axes[i, 0].set_ylabel(f"head_dim {head_dim}, {num_q_heads}/{num_kv_heads} heads", fontsize=8)
   figure.suptitle(f"{title}: TFLOP/s over visible pairs, by number of tokens")
   figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
