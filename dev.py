@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Development commands. Each sets up what it needs, in `.venv` and `build/`, on first use.
 
-python3 dev.py demo    train a small GPT with and without QK-Clip, and plot it
+python3 dev.py demo    train a small GPT with and without QK-Clip, and plot it (first, a mask)
 python3 dev.py test    run the tests (extra arguments go to pytest)
 python3 dev.py lint    check formatting, lint, types, and that the documentation's site builds
 python3 dev.py bench   time attention against XLA's (extra arguments go to the benchmark)
@@ -32,33 +32,44 @@ def run(*command: object, **environment: str) -> None:
     sys.exit(status)
 
 
-def set_up() -> None:
+def requirements(config: dict, group: str) -> list[str]:
+  """What has to be installed for a group of commands: "demo", or "dev" for all of them."""
+  extras = config["project"]["optional-dependencies"]
+  found = [*config["build-system"]["requires"], *config["project"]["dependencies"]]
+  if group == "dev":
+    return found + extras["dev"]
+  # A newcomer waits for it: half of the time to install all.
+  tools = [line for line in extras["dev"] if line.startswith(("cmake", "ninja"))]
+  return found + tools + extras["optim"] + extras["plot"]
+
+
+def set_up(group: str) -> None:
   """Makes the environment of pyproject.toml, and builds the package into it."""
   pyproject = (ROOT / "pyproject.toml").read_bytes()
-  stamp = VENV / "pyproject.sha256"
   digest = hashlib.sha256(pyproject).hexdigest()
-  config = tomllib.loads(pyproject.decode())
-  if not stamp.exists() or stamp.read_text() != digest:
-    requirements = [
-      *config["build-system"]["requires"],
-      *config["project"]["dependencies"],
-      *config["project"]["optional-dependencies"]["dev"],
-    ]
+  stamps = {name: VENV / f"{name}.sha256" for name in ("demo", "dev")}
+  enough = [stamps["dev"], stamps[group]]  # All tools are enough for the demo.
+  if not any(stamp.exists() and stamp.read_text() == digest for stamp in enough):
     # As `python -m venv` does it, so that one made by hand is welcome too.
     venv.create(VENV, with_pip=True, symlinks=os.name != "nt")
-    run(PYTHON, "-m", "pip", "install", "--quiet", *requirements)
+    packages = requirements(tomllib.loads(pyproject.decode()), group)
+    # Not compiled to bytecode: most of it is never imported, and the rest is when it is.
+    install = ("install", "--quiet", "--no-compile")
+    run(PYTHON, "-m", "pip", *install, *packages)
     command = [str(PYTHON), "build_backend.py"]
     more = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     if more.split():
       # Headers only: what the wheel itself asks for is for its Python tools.
-      run(PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", *more.split())
+      run(PYTHON, "-m", "pip", *install, "--no-deps", *more.split())
+    if group == "demo":  # Something to look at while kernels are compiled.
+      run(PYTHON, "examples/quick_start.py", "--only-picture", PYTHONPATH=str(ROOT))
   # Not isolated: the build folder is kept, and only what changed is compiled.
   path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
   # Verbose, it shows what ptxas says of each kernel: registers, spills.
   verbosity = "--verbose" if os.environ.get("JAX_MAGI_VERBOSE") else "--quiet"
   install = ("install", verbosity, "--no-build-isolation", "--no-deps", "--editable", ".")
   run(PYTHON, "-m", "pip", *install, PATH=path)
-  stamp.write_text(digest)
+  stamps[group].write_text(digest)
 
 
 def demo(*arguments: str) -> None:
@@ -93,7 +104,7 @@ def main() -> None:
   """Entry point."""
   if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
     sys.exit(__doc__)
-  set_up()
+  set_up("demo" if sys.argv[1] == "demo" else "dev")
   COMMANDS[sys.argv[1]](*sys.argv[2:])
 
 

@@ -6,7 +6,8 @@ python -m benchmarks --quick               fewer lengths and steps, to see that 
 
 Each part is a process of its own, so that all have the whole device. Its output goes to PART.log in
 the folder, its plots to PART*.png, and all figures to results.json, with device, versions and
-commit.
+commit. Attention is timed beside the peers that this machine has (peers.py); those that it has not
+are named, with the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+
+from benchmarks import peer_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -158,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     end = f"{result['seconds']} s" if "seconds" in result else " ".join(map(str, *result.items()))
     bar.show(number + 1, name, end.replace("\n", " "), is_end=True)
+    for line in peer_report.lines(result.get("figures", {})):
+      print(line)
   print(f"figures: {folder / 'results.json'}")
   return 1 if any("failed" in result for result in results["parts"].values()) else 0
 

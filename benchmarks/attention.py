@@ -1,28 +1,31 @@
-"""Times attention: against XLA's dense attention on a CPU, against cuDNN's on a GPU.
+"""Times attention beside the peers that are on this machine.
 
-python -m benchmarks.attention [--json FILE] [--plot FILE] [--parts PART ...] [--lengths N ...]
+python -m benchmarks.attention [--json FILE] [--plot FILE] [--peers PEER ...]
+                               [--parts PART ...] [--lengths N ...]
 
 On a CPU it prints the time of the forward pass, of forward and backward, and the peak memory of a
 process that runs both, for growing lengths. On a GPU see attention_gpu.py; `--parts` chooses among
-its parts, `--lengths` the numbers of tokens.
+its parts, `--lengths` the numbers of tokens. `--peers` chooses among peers.py; without names, none.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jax_magi
-from benchmarks import attention_gpu
-from benchmarks.timing import seconds
+from benchmarks import attention_gpu, jax_passes
+from benchmarks.beside import Beside
+from benchmarks.peers import PEERS, Attention, Cell, Peer
 
 LENGTH, NUM_HEADS, HEAD_DIM = 4096, 8, 64
 MEMORY_LENGTHS = (1024, 2048, 4096, 8192)
@@ -40,44 +43,35 @@ def make_masks(length: int) -> dict[str, jax_magi.AttentionMask]:
   }
 
 
-def make_inputs(length: int):
-  rng = np.random.default_rng(1)
-  shape = (length, NUM_HEADS, HEAD_DIM)
-  return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(4)]
+def make_cells(length: int) -> dict[str, Cell]:
+  options = {"dtype": "float32", "direction": "forward"}
+  return {
+    name: Cell(name, mask, HEAD_DIM, NUM_HEADS, NUM_HEADS, **options)
+    for name, mask in make_masks(length).items()
+  }
 
 
-def ours(mask: jax_magi.AttentionMask):
-  return lambda q, k, v: jax_magi.attention(q, k, v, mask)[0]
+def ours(cell: Cell) -> Attention:
+  return lambda q, k, v: jax_magi.attention(q, k, v, cell.mask)[0]
 
 
-def xla(mask: jax_magi.AttentionMask):
-  dense = jnp.asarray(mask.to_dense())[None]
-  return lambda q, k, v: jax.nn.dot_product_attention(
-    q, k, v, mask=dense, scale=HEAD_DIM**-0.5, implementation="xla"
-  )
-
-
-CONTENDERS = {"ours": ours, "xla": xla}
-
-
-def with_backward(fun):
-  def both(q, k, v, dout):
-    out, vjp = jax.vjp(fun, q, k, v)
-    return out, vjp(dout)
-
-  return both
-
-
-def time_all() -> list[dict]:
-  q, k, v, dout = make_inputs(LENGTH)
+def time_all(beside: Beside) -> list[dict]:
   rows = []
-  for name, mask in make_masks(LENGTH).items():
-    for contender, make in CONTENDERS.items():
-      fun = make(mask)
-      forward = 1e3 * seconds(jax.jit(fun), q, k, v)
-      both = 1e3 * seconds(jax.jit(with_backward(fun)), q, k, v, dout)
-      rows.append({"mask": name, "by": contender, "forward_ms": forward, "both_ms": both})
-      print(f"  {name:10} {contender:5} {forward:9.1f} {both:9.1f}", flush=True)
+  for name, cell in make_cells(LENGTH).items():
+    both = dataclasses.replace(cell, direction="both")
+    found = {"ours": {"forward_ms": jax_passes.seconds(ours(cell), cell)}}
+    found["ours"]["both_ms"] = jax_passes.seconds(ours(cell), both)
+    for key, passes in (("forward_ms", cell), ("both_ms", both)):
+      times, notes = beside.times(passes)
+      for peer in times:
+        found.setdefault(peer, {})[key] = times[peer]
+      for peer in notes:
+        found.setdefault(peer, {})["note"] = notes[peer]
+    for by, values in found.items():
+      row = {k: v if k == "note" else 1e3 * v for k, v in values.items()}
+      rows.append({"mask": name, "by": by} | row)
+      figures = " ".join(f"{row.get(key, float('nan')):9.1f}" for key in ("forward_ms", "both_ms"))
+      print(f"  {name:10} {by:17} {figures} {row.get('note', '')}".rstrip(), flush=True)
   return rows
 
 
@@ -91,8 +85,11 @@ def measure_own_peak_memory(contender: str, length: int) -> None:
   # A short run first: libraries, compiler and thread pools are not what is measured.
   for n in (128, length):
     before = own_peak_mb()
-    fun = CONTENDERS[contender](make_masks(n)["causal"])
-    jax.block_until_ready(jax.jit(with_backward(fun))(*make_inputs(n)))
+    cell = make_cells(n)["causal"]
+    peers = {peer.name: peer for peer in PEERS}
+    attention = ours(cell) if contender == "ours" else peers[contender].ways(cell)[0]
+    q, k, v = jax_passes.inputs(cell)
+    jax.block_until_ready(jax.jit(jax_passes.forward_and_backward(attention))(q, k, v, q))
   print(own_peak_mb() - before)
 
 
@@ -111,56 +108,72 @@ def plot(rows: list[dict], memory: list[dict], path: Path) -> None:
   import matplotlib.pyplot as plt
 
   figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+  names = list(dict.fromkeys(row["by"] for row in rows))
+  width = 0.8 / len(names)
   for ax, mask in zip(axes, ("causal", "documents"), strict=False):
-    for i, by in enumerate(CONTENDERS):
-      row = next(r for r in rows if r["mask"] == mask and r["by"] == by)
-      heights = [row["forward_ms"], row["both_ms"]]
-      bars = ax.bar(np.arange(2) + 0.4 * i, heights, 0.38, label=by)
+    for row in (r for r in rows if r["mask"] == mask):
+      i = names.index(row["by"])
+      heights = [row.get(key, 0.0) for key in ("forward_ms", "both_ms")]
+      bars = ax.bar(np.arange(2) + width * i, heights, 0.95 * width, color=f"C{i}", label=row["by"])
       ax.bar_label(bars, fmt="%.0f", fontsize=8)
-    ax.set_xticks(np.arange(2) + 0.2, ["forward", "forward + backward"])
+    ax.set_xticks(np.arange(2) + width * (len(names) - 1) / 2, ["forward", "forward + backward"])
     ax.set(title=f"{mask}, {LENGTH} tokens", ylabel="ms")
-  for by in CONTENDERS:
+  for by in dict.fromkeys(m["by"] for m in memory):
     points = [(m["length"], m["peak_mb"]) for m in memory if m["by"] == by]
-    axes[2].loglog(*zip(*points, strict=True), "o-", base=2, label=by)
+    color = f"C{names.index(by)}"
+    axes[2].loglog(*zip(*points, strict=True), "o-", base=2, color=color, label=by)
   axes[2].set(title="peak memory, causal", xlabel="tokens", ylabel="MB")
   axes[0].legend()
   figure.savefig(path, dpi=120)
+  plt.close(figure)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  names = [peer.name for peer in PEERS]
   parser.add_argument("--json", type=Path)
   parser.add_argument("--plot", type=Path)
+  parser.add_argument("--peers", nargs="*", default=names, choices=names, metavar="PEER")
   parser.add_argument("--parts", nargs="+", default=[], choices=list(attention_gpu.PARTS))
   parser.add_argument("--lengths", nargs="+", type=int)
   parser.add_argument("--peak-memory", nargs=2, metavar=("BY", "LENGTH"), help=argparse.SUPPRESS)
-  arguments = parser.parse_args()
-  if arguments.peak_memory:
-    measure_own_peak_memory(arguments.peak_memory[0], int(arguments.peak_memory[1]))
+  options = parser.parse_args(arguments)
+  if options.peak_memory:
+    measure_own_peak_memory(options.peak_memory[0], int(options.peak_memory[1]))
     return
+  peers = [peer for peer in PEERS if peer.name in options.peers]
   if jax.default_backend() == "gpu":
-    attention_gpu.main(arguments.json, arguments.plot, arguments.parts, arguments.lengths)
-    return
+    attention_gpu.main(options.json, options.plot, options.parts, options.lengths, peers)
+  else:
+    _main_on_cpu(options.json, options.plot, peers)
 
+
+def _main_on_cpu(json_path: Path | None, plot_path: Path | None, peers: Sequence[Peer]) -> None:
   print(f"{LENGTH} tokens, {NUM_HEADS} heads, head_dim {HEAD_DIM}, float32, {jax.devices()[0]}")
-  print(f"  {'mask':10} {'by':5} {'fwd ms':>9} {'both ms':>9}")
-  rows = time_all()
-  for name in make_masks(LENGTH):
-    a, b = (next(r for r in rows if r["mask"] == name and r["by"] == by) for by in ("ours", "xla"))
-    ratios = [b[key] / a[key] for key in ("forward_ms", "both_ms")]
-    print(f"{name}: {ratios[0]:.2f}x XLA forward, {ratios[1]:.2f}x forward and backward")
+  with Beside(peers) as beside:
+    print(beside.summary())
+    print(f"  {'mask':10} {'by':17} {'fwd ms':>9} {'both ms':>9}")
+    rows = time_all(beside)
+  named = {(row["mask"], row["by"]): row for row in rows}
+  for (name, by), row in named.items():
+    if by != "ours" and "note" not in row:
+      own = named[name, "ours"]
+      ratios = [row[key] / own[key] for key in ("forward_ms", "both_ms")]
+      title = beside.peers[by].title
+      print(f"{name}: {ratios[0]:.2f}x {title} forward, {ratios[1]:.2f}x forward and backward")
 
   print(f"peak memory (MB), causal, forward and backward, at {MEMORY_LENGTHS} tokens")
   memory = []
-  for by in CONTENDERS:
+  for by in ("ours", *(name for name in beside.present if beside.peers[name].framework == "jax")):
     peaks = [peak_memory_mb(by, n) for n in MEMORY_LENGTHS]
     lengths = zip(MEMORY_LENGTHS, peaks, strict=True)
     memory += [{"by": by, "length": n, "peak_mb": p} for n, p in lengths]
-    print(f"  {by:5}", *(f"{p:9.1f}" for p in peaks), flush=True)
-  if arguments.json:
-    arguments.json.write_text(json.dumps({"times": rows, "memory": memory}, indent=2) + "\n")
-  if arguments.plot:
-    plot(rows, memory, arguments.plot)
+    print(f"  {by:17}", *(f"{p:9.1f}" for p in peaks), flush=True)
+  if json_path:
+    results = {"peers": beside.describe(), "times": rows, "memory": memory}
+    json_path.write_text(json.dumps(results, indent=2) + "\n")
+  if plot_path:
+    plot(rows, memory, plot_path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times the CUDA kernels beside JAX's cuDNN attention, mask by mask and length by length.
+"""Times the CUDA kernels beside the peers that are here, mask by mask and length by length.
 
 Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass, 2.5 times that
 for a backward pass alone (five products instead of two; what it recomputes does not count).
@@ -6,87 +6,33 @@ for a backward pass alone (five products instead of two; what it recomputes does
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jax_magi
-from benchmarks import timing
+from benchmarks import jax_passes, timing
 from benchmarks.attention_bias import time_bias
+from benchmarks.beside import Beside
+from benchmarks.masks import MASKS, SAME_AREA, documents, varlen_of_same_area
+from benchmarks.peers import Cell, Peer
 from jax_magi import AttentionMask
 
 LENGTHS = [2**i for i in range(10, 17)]
+BACKWARD_LENGTHS = [n for n in LENGTHS if n <= 32768]
 # head_dim, query heads, kv heads
 MODELS = [(128, 48, 8), (64, 32, 32)]
-WINDOW = 1024
-# Up to this length the host may take longer to start a call than the device to make it: such calls
-# are timed by eight in a program, as a model has them.
-SHORT = 4096
+# Masks that most peers have: these are also timed in both models, and as single calls.
+SIMPLE = ("full", "causal", "window")
 # Where the deterministic backward pass is timed, too.
 DETERMINISTIC_LENGTH = 8192
-
-
-def documents(length: int, seed: int = 0, shrink: float = 1.0) -> list[int]:
-  """Bounds of documents of 128 .. 4096 tokens, or `shrink` times that."""
-  rng = np.random.default_rng(seed)
-  bounds = [0]
-  while bounds[-1] < length:
-    tokens = round(shrink * int(rng.integers(128, 4097)))
-    bounds.append(min(length, bounds[-1] + tokens))
-  return bounds
-
-
-def _varlen_of_same_area(mask: AttentionMask) -> AttentionMask:
-  """Full attention in documents so much shorter that the area is `mask`'s."""
-  low, high = 0.01, 1.0
-  for _ in range(20):
-    middle = (low + high) / 2
-    found = AttentionMask.from_cu_seqlens(documents(mask.q_len, shrink=middle))
-    low, high = (middle, high) if found.area() < mask.area() else (low, middle)
-  return found
-
-
-def _place(mask: AttentionMask, begin: int, length: int) -> AttentionMask:
-  """`mask` on the diagonal of a longer sequence, from `begin` on."""
-  return mask.crop(-begin, length - begin, -begin, length - begin)
-
-
-def _per_document(length: int, make: Callable[[int], AttentionMask]) -> AttentionMask:
-  bounds = documents(length)
-  parts = [_place(make(end - begin), begin, length) for begin, end in itertools.pairwise(bounds)]
-  return AttentionMask(np.concatenate([p.slices for p in parts]), length, length)
-
-
-def _shared_question(num_tokens: int) -> AttentionMask:
-  question = num_tokens // 4
-  answers = [(num_tokens - question) // 4] * 4
-  return _place(AttentionMask.shared_question(question, answers), 0, num_tokens)
-
-
-MASKS: dict[str, Callable[[int], AttentionMask]] = {
-  "full": AttentionMask.full,
-  "causal": AttentionMask.causal,
-  "window": lambda n: AttentionMask.sliding_window(n, left=WINDOW - 1),
-  "varlen_full": lambda n: AttentionMask.from_cu_seqlens(documents(n)),
-  "varlen_causal": lambda n: AttentionMask.from_cu_seqlens(documents(n), causal=True),
-  "varlen_block_causal": lambda n: _per_document(n, lambda m: AttentionMask.block_causal(256, m)),
-  "shared_question": lambda n: _per_document(n, _shared_question),
-}
-# Masks that no peer has are held against full attention in documents of the same area.
-SAME_AREA = ("varlen_block_causal", "shared_question")
-CUDNN: dict[str, dict[str, Any]] = {
-  "full": {},
-  "causal": {"is_causal": True},
-  "window": {"is_causal": True, "local_window_size": (WINDOW - 1, 0)},
-}
 
 
 # A few launches in a row, whatever they take: one alone would show the host's part too.
@@ -100,98 +46,87 @@ def matrix_product_rate() -> float:
   return 2 * 8192**3 / seconds(jax.jit(jnp.matmul), a, b) / 1e12
 
 
-def _cudnn(q, k, v, options):
-  batch = (x[None] for x in (q, k, v))
-  return jax.nn.dot_product_attention(*batch, implementation="cudnn", **options)
-
-
-def _ours(mask: AttentionMask) -> Callable:
+def _ours(mask: AttentionMask, **options) -> Callable:
   """With a concrete mask, as a constant of the program."""
-  return lambda q, k, v: jax_magi.attention(q, k, v, mask, implementation="cuda")[0]
+  options["implementation"] = "cuda"
+  return lambda q, k, v: jax_magi.attention(q, k, v, mask, **options)[0]
 
 
-def _forward_seconds(attention: Callable, q, k, v) -> float:
-  """Of one call."""
-  if len(q) > SHORT:
-    return seconds(jax.jit(attention), q, k, v)
-  queries = [jnp.roll(q, i, axis=0) for i in range(8)]  # Equal calls would be made once.
-  program = jax.jit(lambda queries, k, v: [attention(q, k, v) for q in queries])
-  return seconds(program, queries, k, v) / len(queries)
+def _flop(cell: Cell) -> float:
+  products = {"forward": 4, "backward": 10}[cell.direction]
+  return products * cell.mask.area() * cell.head_dim * cell.num_q_heads
 
 
-def time_forward(lengths: list[int]) -> list[dict]:
-  rows = []
+def _rate(cell: Cell, **options) -> float:
+  """TFLOP/s of ours."""
+  return _flop(cell) / jax_passes.seconds(_ours(cell.mask, **options), cell) / 1e12
+
+
+def _add_peers(row: dict, cell: Cell, beside: Beside, names=None, suffix: str = "") -> None:
+  """Adds the peers' rates, and why there is none of one that failed."""
+  times, notes = beside.times(cell, names)
+  row |= {name + suffix: _flop(cell) / time / 1e12 for name, time in times.items()}
+  if notes:
+    row["notes"] = row.get("notes", {}) | {name + suffix: note for name, note in notes.items()}
+
+
+def _ratios(row: dict, beside: Beside) -> str:
+  found = [
+    f"{row['ours'] / row[name]:5.2f}x {beside.peers[name].title}"
+    for name in beside.present
+    if name in row
+  ]
+  failed = [f"{name} failed: {note}" for name, note in row.get("notes", {}).items()]
+  return ", ".join(found + failed)
+
+
+def _cells(lengths: list[int], direction: str) -> Iterator[Cell]:
   for head_dim, num_q_heads, num_kv_heads in MODELS:
     for length in lengths:
-      q, k, v = _inputs(length, head_dim, num_q_heads, num_kv_heads)
       for name, make in MASKS.items():
-        mask = make(length)
-        flop = 4 * mask.area() * head_dim * num_q_heads
+        if direction == "backward" and name not in SIMPLE and head_dim != MODELS[0][0]:
+          continue
+        yield Cell(name, make(length), head_dim, num_q_heads, num_kv_heads, direction=direction)
 
-        row = {"head_dim": head_dim, "length": length, "mask": name}
-        row["ours"] = flop / _forward_seconds(_ours(mask), q, k, v) / 1e12
-        if name in CUDNN:
-          cudnn = functools.partial(_cudnn, options=CUDNN[name])
-          row["cudnn"] = flop / _forward_seconds(cudnn, q, k, v) / 1e12
-        if name in SAME_AREA:
-          other = _varlen_of_same_area(mask)
-          other_flop = 4 * other.area() * head_dim * num_q_heads
-          rate = other_flop / _forward_seconds(_ours(other), q, k, v) / 1e12
-          row["varlen_full_of_same_area"] = rate
-        rows.append(row)
-        ratio = ""
-        if "cudnn" in row:
-          ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN"
-        elif "varlen_full_of_same_area" in row:
-          ratio = f"{row['ours'] / row['varlen_full_of_same_area']:6.2f}x varlen of same area"
-        print(f"  {head_dim:4} {length:6} {name:20} {row['ours']:7.1f} {ratio}", flush=True)
+
+def time_forward(lengths: list[int], beside: Beside) -> list[dict]:
+  rows = []
+  for cell in _cells(lengths, "forward"):
+    row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name}
+    row["ours"] = _rate(cell)
+    _add_peers(row, cell, beside)
+    text = _ratios(row, beside)
+    if cell.name in SAME_AREA:
+      other = dataclasses.replace(cell, mask=varlen_of_same_area(cell.mask))
+      row["varlen_full_of_same_area"] = _rate(other)
+      text += f" {row['ours'] / row['varlen_full_of_same_area']:5.2f}x varlen of same area"
+    rows.append(row)
+    print(
+      f"  {cell.head_dim:4} {cell.length:6} {cell.name:20} {row['ours']:7.1f} {text}", flush=True
+    )
   return rows
 
 
-def _backward_seconds(attention: Callable, q, k, v, *, is_single: bool = False) -> float:
-  """Of one backward pass alone, from residuals of one forward pass."""
-  out, vjp = jax.jit(lambda q, k, v: jax.vjp(attention, q, k, v))(q, k, v)
-  keys = jax.random.split(jax.random.key(1), 8 if len(q) <= SHORT and not is_single else 1)
-  douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]
-  program = jax.jit(lambda vjp, douts: [vjp(dout) for dout in douts])
-  return seconds(program, vjp, douts) / len(douts)
-
-
-def time_backward(lengths: list[int]) -> list[dict]:
+def time_backward(lengths: list[int], beside: Beside) -> list[dict]:
   rows = []
-  for head_dim, num_q_heads, num_kv_heads in MODELS:
-    for length in lengths:
-      q, k, v = _inputs(length, head_dim, num_q_heads, num_kv_heads)
-      for name, make in MASKS.items():
-        if name not in CUDNN and head_dim != 128:
-          continue
-        mask = make(length)
-        flop = 10 * mask.area() * head_dim * num_q_heads
-
-        def ours(q, k, v, mask=mask, deterministic=False):
-          options = {"implementation": "cuda", "deterministic": deterministic}
-          return jax_magi.attention(q, k, v, mask, **options)[0]
-
-        def rate(attention, q=q, k=k, v=v, flop=flop, **options):
-          return flop / _backward_seconds(attention, q, k, v, **options) / 1e12
-
-        row = {"head_dim": head_dim, "length": length, "mask": name, "ours": rate(ours)}
-        if length == DETERMINISTIC_LENGTH:
-          row["deterministic"] = rate(functools.partial(ours, deterministic=True))
-        if name in CUDNN:
-          cudnn = functools.partial(_cudnn, options=CUDNN[name])
-          row["cudnn"] = rate(cudnn)
-        if name in CUDNN and length <= SHORT:
-          row |= {"single": rate(ours, is_single=True), "cudnn_single": rate(cudnn, is_single=True)}
-        rows.append(row)
-        ratio = f"{row['ours'] / row['cudnn']:6.2f}x cuDNN" if "cudnn" in row else " " * 13
-        if "single" in row:
-          ratio += f", alone {row['single']:7.1f} {row['single'] / row['cudnn_single']:6.2f}x"
-        slower = ""
-        if "deterministic" in row:
-          slower = f"{100 * (row['ours'] / row['deterministic'] - 1):4.0f}% slower deterministic"
-        rate_text = f"{row['ours']:7.1f} {ratio} {slower}"
-        print(f"  {head_dim:4} {length:6} {name:20} {rate_text}", flush=True)
+  for cell in _cells(lengths, "backward"):
+    row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name}
+    row["ours"] = _rate(cell)
+    _add_peers(row, cell, beside)
+    text = _ratios(row, beside)
+    if cell.length == DETERMINISTIC_LENGTH:
+      row["deterministic"] = _rate(cell, deterministic=True)
+      text += f" {100 * (row['ours'] / row['deterministic'] - 1):4.0f}% slower deterministic"
+    if cell.name in SIMPLE and cell.length <= jax_passes.SHORT:
+      single = dataclasses.replace(cell, is_single=True)
+      row["single"] = _rate(single)
+      _add_peers(row, single, beside, ("cudnn",), "_single")
+      if "cudnn_single" in row:
+        text += f", alone {row['single']:7.1f} {row['single'] / row['cudnn_single']:6.2f}x cuDNN"
+    rows.append(row)
+    print(
+      f"  {cell.head_dim:4} {cell.length:6} {cell.name:20} {row['ours']:7.1f} {text}", flush=True
+    )
   return rows
 
 
@@ -207,12 +142,8 @@ def _compare(versions: list[Callable], arguments: list[tuple]) -> float:
 
 
 def _inputs(length: int, head_dim: int, num_q_heads: int, num_kv_heads: int) -> list[jax.Array]:
-  keys = jax.random.split(jax.random.key(length), 3)
-  heads = (num_q_heads, num_kv_heads, num_kv_heads)
-  return [
-    jax.random.normal(key, (length, h, head_dim), jnp.bfloat16)
-    for key, h in zip(keys, heads, strict=True)
-  ]
+  cell = Cell("full", AttentionMask.full(length), head_dim, num_q_heads, num_kv_heads)
+  return jax_passes.inputs(cell)
 
 
 def time_traced_masks(length: int = 2048) -> list[dict]:
@@ -287,35 +218,55 @@ def time_scale(length: int = 1 << 20) -> list[dict]:
   return rows
 
 
-def plot(rows: list[dict], path: Path, title: str) -> None:
+def plot(rows: list[dict], beside: Beside, path: Path, title: str) -> None:
+  """A row of axes for each model, a column for each mask; a curve for each that has figures."""
   import matplotlib
 
   matplotlib.use("Agg")
   import matplotlib.pyplot as plt
 
-  figure, axes = plt.subplots(1, len(MODELS), figsize=(11, 4), layout="constrained")
-  for ax, (head_dim, num_q_heads, num_kv_heads) in zip(axes, MODELS, strict=True):
-    for i, name in enumerate(MASKS):
-      own = [r for r in rows if r["head_dim"] == head_dim and r["mask"] == name]
-      lengths = [r["length"] for r in own]
-      ax.plot(lengths, [r["ours"] for r in own], "o-", color=f"C{i}", label=name)
-      if name in CUDNN:
-        ax.plot(lengths, [r["cudnn"] for r in own], "x--", color=f"C{i}", alpha=0.6)
-    ax.set_xscale("log", base=2)
-    ax.set(title=f"{title}, head_dim {head_dim}, {num_q_heads}/{num_kv_heads} heads")
-    ax.set(xlabel="tokens", ylabel="TFLOP/s over visible pairs (dashed: cuDNN)")
-  axes[0].legend(fontsize=8)
+  curves = {"ours": "jax_magi"} | {name: beside.peers[name].title for name in beside.present}
+  size = (2.3 * len(MASKS), 2.6 * len(MODELS))
+  figure, axes = plt.subplots(
+    len(MODELS),
+    len(MASKS),
+    figsize=size,
+    layout="constrained",
+    sharex=True,
+    sharey="row",
+    squeeze=False,
+  )
+  handles = {}
+  for i, (head_dim, num_q_heads, num_kv_heads) in enumerate(MODELS):
+    for j, mask in enumerate(MASKS):
+      ax = axes[i, j]
+      own = [r for r in rows if r["head_dim"] == head_dim and r["mask"] == mask]
+      for color, (name, label) in enumerate(curves.items()):
+        points = [(r["length"], r[name]) for r in own if name in r]
+        if points:
+          style = {"lw": 2, "ms": 4} if name == "ours" else {"lw": 1, "ls": "--", "ms": 3}
+          (handles[label],) = ax.plot(
+            *zip(*points, strict=True), marker="o", color=f"C{color}", **style
+          )
+      ax.set_xscale("log", base=2)
+      if i == 0:
+        ax.set_title(mask, fontsize=9)
+    axes[i, 0].set_ylim(bottom=0)  # Now that the whole row is drawn, which shares it.
+    axes[i, 0].set_ylabel(f"head_dim {head_dim}, {num_q_heads}/{num_kv_heads} heads", fontsize=8)
+  figure.suptitle(f"{title}: TFLOP/s over visible pairs, by number of tokens")
+  figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
   figure.savefig(path, dpi=120)
+  plt.close(figure)
 
 
-# Part of the benchmark -> its rows, given the numbers of tokens or none.
-PARTS: dict[str, Callable[[list[int] | None], list[dict]]] = {
-  "forward": lambda lengths: time_forward(lengths or LENGTHS),
-  "backward": lambda lengths: time_backward(lengths or [n for n in LENGTHS if n <= 32768]),
-  "max_logits": lambda lengths: time_max_logits(lengths or [4096, 8192, 16384]),
-  "traced_masks": lambda _: time_traced_masks(),
-  "scale": lambda _: time_scale(),
-  "bias": lambda lengths: time_bias(lengths or [8192]),
+# Part of the benchmark -> its rows, given the numbers of tokens or none, and the peers.
+PARTS: dict[str, Callable[[list[int] | None, Beside], list[dict]]] = {
+  "forward": lambda lengths, beside: time_forward(lengths or LENGTHS, beside),
+  "backward": lambda lengths, beside: time_backward(lengths or BACKWARD_LENGTHS, beside),
+  "max_logits": lambda lengths, _: time_max_logits(lengths or [4096, 8192, 16384]),
+  "traced_masks": lambda *_: time_traced_masks(),
+  "scale": lambda *_: time_scale(),
+  "bias": lambda lengths, _: time_bias(lengths or [8192]),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
@@ -328,15 +279,23 @@ _TITLES = {
 
 
 def main(
-  json_path: Path | None, plot_path: Path | None, parts: list[str], lengths: list[int] | None
+  json_path: Path | None,
+  plot_path: Path | None,
+  parts: list[str],
+  lengths: list[int] | None,
+  peers: Sequence[Peer],
 ) -> None:
   device = jax.devices()[0]
   rate = matrix_product_rate()
   print(f"{device.device_kind}, 8192^3 bf16 matrix product {rate:.0f} TFLOP/s")
-  results: dict[str, Any] = {"device": device.device_kind}
-  for part in parts or PARTS:
-    print(_TITLES[part])
-    results[part] = PARTS[part](lengths)
+  with Beside(peers) as beside:
+    print(beside.summary(), flush=True)
+    results: dict[str, Any] = {"device": device.device_kind, "peers": beside.describe()}
+    for part in parts or PARTS:
+      print(_TITLES[part])
+      results[part] = PARTS[part](lengths, beside)
+      if json_path:  # After each part, so that an end before its time loses nothing.
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
   rate_after = matrix_product_rate()
   print(f"matrix product again {rate_after:.0f} TFLOP/s")
   results["matrix_product"] = [rate, rate_after]
@@ -345,4 +304,4 @@ def main(
   if plot_path:
     for part in ("forward", "backward"):
       if part in results:
-        plot(results[part], plot_path.with_stem(f"{plot_path.stem}_{part}"), part)
+        plot(results[part], beside, plot_path.with_stem(f"{plot_path.stem}_{part}"), part)

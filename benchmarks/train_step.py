@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 import jax_magi
-from benchmarks.attention_gpu import documents
+from benchmarks.masks import documents
 
 
 @dataclasses.dataclass(frozen=True)

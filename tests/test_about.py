@@ -1,10 +1,13 @@
 """`python -m jax_magi`: it tells the truth, with and without devices and native modules."""
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -13,8 +16,8 @@ import pytest
 
 import jax_magi
 from jax_magi._src.about import facts
-from jax_magi._src.about.command import report
-from jax_magi._src.native.backends import BACKENDS
+from jax_magi._src.about.command import _kernels_of, report
+from jax_magi._src.native.backends import BACKENDS, Devices
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,6 +87,81 @@ def test_variants_name_the_instruction_set_that_is_used():
   (chosen,) = variants["instruction set of this processor"]
   assert chosen in variants["instruction sets"]
   assert f"instruction set of this processor: {chosen}" in report()
+
+
+@pytest.fixture
+def partial_build(monkeypatch):
+  """One of JAX_MAGI_CUDA_VARIANTS="64,64,bfloat16_t;128,128,bfloat16_t", wherever we are."""
+  module = types.SimpleNamespace(
+    COMMIT="0123456789ab",
+    COMPILER="CUDA 13.0 for sm_90a",
+    LEFT_OUT="64 float16, 128 float16, 256 float16, 256 bfloat16",
+    variants=lambda: {"attention backward": ["64 bfloat16", "128 bfloat16"]},
+  )
+  backend = dataclasses.replace(BACKENDS["cuda"], module=module)
+  monkeypatch.setitem(BACKENDS, "cuda", backend)
+  return backend
+
+
+def test_a_partial_build_says_what_it_has_and_what_is_left_out(partial_build):
+  text = report()
+  assert "attention backward: 64 bfloat16, 128 bfloat16" in text
+  assert f"attention, left out of this build: {partial_build.module.LEFT_OUT}" in text
+  choices = {c.operands: c for c in facts.choices("cuda")}
+  assert choices["bfloat16, head dim 128"].reason is None
+  large = choices["bfloat16, head dim 256"]
+  assert large.implementation == "blockwise"
+  assert "of bfloat16 it has head dims up to 128 alone" in large.reason
+  assert "of float16 it has none" in choices["float16, head dim 128"].reason
+  assert choices["float16"].reason is None  # Softmax is never left out.
+
+
+def test_what_a_partial_build_lacks_is_an_error_to_who_names_it(partial_build):
+  q = jnp.zeros((16, 2, 128), jnp.float16)
+  mask = jax_magi.AttentionMask.causal(16)
+  with pytest.raises(NotImplementedError, match="left out of this build: of float16 it has none"):
+    jax_magi.attention(q, q, q, mask, implementation="cuda")
+
+
+def test_a_whole_build_has_nothing_left_out():
+  for backend in BACKENDS.values():
+    if backend.module is not None and not backend.module.LEFT_OUT:
+      assert "left out" not in "\n".join(_kernels_of(backend.platform, backend))
+
+
+@pytest.mark.parametrize(
+  ("capability", "attention", "softmax"),
+  [
+    ("7.5", False, False),
+    ("8.0", False, True),
+    ("8.9", False, True),
+    ("9.0", True, True),
+    ("10.0", False, True),
+    ("12.1", False, True),
+  ],
+)
+def test_gpus_of_each_generation_get_what_they_can_run(capability, attention, softmax, monkeypatch):
+  gpu = types.SimpleNamespace(compute_capability=capability)
+  monkeypatch.setattr(jax, "devices", lambda platform=None: [gpu])
+  module = types.SimpleNamespace(LEFT_OUT="")
+  # Copies: what they find is remembered.
+  backend = dataclasses.replace(
+    BACKENDS["cuda"],
+    module=module,
+    attention_devices=dataclasses.replace(BACKENDS["cuda"].attention_devices, words="A"),
+    softmax_devices=dataclasses.replace(BACKENDS["cuda"].softmax_devices, words="S"),
+  )
+  Devices.others.cache_clear()
+  q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    found = backend.attention_obstacle(q, q), backend.softmax_obstacle(q)
+  assert [x is None for x in found] == [attention, softmax]
+  assert backend.has_attention_device() == attention
+  assert len(caught) == (not attention) + (not softmax)
+  if not attention:
+    assert found[0] == f"the kernels are for A, and there are ('{capability}',)"
+  Devices.others.cache_clear()
 
 
 def test_another_platform_has_no_kernels():

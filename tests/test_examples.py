@@ -5,10 +5,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import dev
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +63,26 @@ def test_gpt_on_many_devices_learns_what_it_learns_on_one():
   np.testing.assert_allclose(ranks["max_logit"], alone["max_logit"], rtol=1e-4)
   assert max(alone["max_logit"]) > config.threshold, "nothing was clipped"
   assert ranks["compilations"] <= 3
+
+
+def test_the_first_picture_needs_no_kernels(tmp_path):
+  hide = (
+    "import sys; sys.modules.update({f'jax_magi._src.native.{m}': None for m in ['_cpu', '_cuda']})"
+  )
+  arguments = ["--only-picture", "--out", str(tmp_path)]
+  program = f"{hide}; sys.argv[1:] = {arguments}; from examples import quick_start as x; x.main()"
+  printed = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True)
+  assert f"picture of the mask: {tmp_path / 'quick_start_mask.png'}" in printed
+  assert "loss" not in printed
+  assert (tmp_path / "quick_start_mask.png").stat().st_size > 1000
+
+
+def test_the_demo_installs_no_more_than_it_needs():
+  config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  few, all_of_them = (dev.requirements(config, group) for group in ("demo", "dev"))
+  names = [re.match(r"[\w-]+", line)[0] for line in few]
+  assert {"cmake", "ninja", "jax", "optax", "matplotlib", "nanobind"} <= set(names)
+  assert set(few) < set(all_of_them)
 
 
 def test_quick_start(tmp_path):

@@ -1,5 +1,6 @@
 """What the compiler made of the Hopper kernels: it can halve their speed without a word."""
 
+import collections
 import importlib.util
 import os
 import re
@@ -21,9 +22,8 @@ def _search_path() -> str:
   return os.pathsep.join([os.environ["PATH"], *wheels])
 
 
-@pytest.fixture(scope="module")
-def sass() -> str:
-  """The library's machine code as text."""
+def _dump(*options: str) -> str:
+  """What cuobjdump says of the library."""
   if HOPPER.module is None:
     pytest.skip("built without the CUDA kernels")
   path = _search_path()
@@ -32,7 +32,25 @@ def sass() -> str:
     pytest.skip("needs cuobjdump and nvdisasm")
   library = Path(HOPPER.module.__file__).with_name("libjax_magi_cuda.so")
   environment = {**os.environ, "PATH": path}
-  return subprocess.check_output([cuobjdump, "-sass", library], env=environment, text=True)
+  return subprocess.check_output([cuobjdump, *options, library], env=environment, text=True)
+
+
+@pytest.fixture(scope="module")
+def sass() -> str:
+  """The library's machine code as text."""
+  return _dump("-sass", "-arch", "sm_90a")
+
+
+def test_softmax_is_for_ampere_and_later_and_attention_for_hopper():
+  _, *parts = re.split(r"arch = (\w+)", _dump("-res-usage"))
+  names = collections.defaultdict(set)
+  for arch, text in zip(parts[::2], parts[1::2], strict=True):
+    names[arch] |= set(re.findall(r"Function (\w+):", text))
+  assert set(names) == {"sm_80", "sm_90", "sm_90a"}
+  assert names["sm_80"] == names["sm_90"]
+  assert all("Softmax" in name for name in names["sm_80"])
+  assert not any(re.search(r"\dSoftmax\w+Kernel", name) for name in names["sm_90a"])
+  assert re.findall(r"\.(sm_\w+)\.ptx", _dump("--list-ptx")) == 3 * ["sm_90"]  # A dtype each.
 
 
 @pytest.fixture(scope="module")

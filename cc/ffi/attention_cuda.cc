@@ -121,5 +121,6 @@ jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::Attention
 
 std::map<std::string, std::vector<std::string>> jax_magi_cuda_variants() {
   return {{"attention forward", jax_magi::cuda::ForwardVariants()},
-          {"attention backward", jax_magi::cuda::BackwardVariants()}};
+          {"attention backward", jax_magi::cuda::BackwardVariants()},
+          {"softmax", {"float32", "bfloat16", "float16"}}};
 }

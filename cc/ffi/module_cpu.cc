@@ -27,4 +27,5 @@ NB_MODULE(_cpu, m) {
   m.def("variants", jax_magi_cpu_variants);
   m.attr("COMMIT") = JAX_MAGI_COMMIT;
   m.attr("COMPILER") = JAX_MAGI_COMPILER;
+  m.attr("LEFT_OUT") = JAX_MAGI_LEFT_OUT;
 }

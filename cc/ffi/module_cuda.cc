@@ -30,4 +30,5 @@ NB_MODULE(_cuda, m) {
   m.def("variants", jax_magi_cuda_variants);
   m.attr("COMMIT") = JAX_MAGI_COMMIT;
   m.attr("COMPILER") = JAX_MAGI_COMPILER;
+  m.attr("LEFT_OUT") = JAX_MAGI_LEFT_OUT;
 }

@@ -61,9 +61,20 @@ def _kernels() -> str:
 def _kernels_of(name: str, backend: Backend) -> list[str]:
   if backend.module is None:
     return [f"  {name}: none (how to build them: README.md, Install)"]
-  lines = [f"  {name}: for {backend.devices}, compiled by {backend.module.COMPILER}"]
+  compiled = f"compiled by {backend.module.COMPILER}"
+  if backend.attention_devices == backend.softmax_devices:
+    lines = [f"  {name}: for {backend.attention_devices.words}, {compiled}"]
+  else:
+    lines = [
+      f"  {name}: {compiled}",
+      f"    attention is for {backend.attention_devices.words}",
+      f"    softmax is for {backend.softmax_devices.words}",
+    ]
   for what, variants in backend.module.variants().items():
     lines += _wrapped("    ", variants, f"{what}: ")
+  if backend.module.LEFT_OUT:
+    left_out = backend.module.LEFT_OUT.split(", ")
+    lines += _wrapped("    ", left_out, "attention, left out of this build: ")
   return lines
 
 

@@ -20,9 +20,13 @@ class AttentionNeeds:
 
 COMMIT: str  # Of the sources that were built; "unknown" where they were no git checkout.
 COMPILER: str
+LEFT_OUT: str  # Kernels that this build could have, and has not.
 
 def variants() -> dict[str, list[str]]:
-  """What the kernels were built for, in words, by what is listed."""
+  """What the kernels were built for, in words, by what is listed.
+
+  "attention backward" is a list of "HEAD_DIM DTYPE".
+  """
 
 def handlers() -> dict[str, object]: ...
 def attention_needs(

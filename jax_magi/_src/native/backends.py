@@ -19,6 +19,46 @@ from jax_magi._src.arguments import check_choice, has_symbols
 
 
 @dataclasses.dataclass(frozen=True)
+class Devices:
+  """Devices that kernels are built for: GPUs of some compute capabilities, or any device.
+
+  Attributes:
+    words: what they are.
+    least: the least compute capability; None is any device.
+    is_exact: whether kernels run on GPUs of that one alone.
+  """
+
+  words: str = "any device"
+  least: tuple[int, int] | None = None
+  is_exact: bool = False
+
+  def has(self, compute_capability: str) -> bool:
+    """Whether a GPU of this kind, as JAX names it, is among them."""
+    major, minor = (int(x) for x in compute_capability.split("."))
+    if self.least is None:
+      return True
+    return (major, minor) == self.least if self.is_exact else (major, minor) >= self.least
+
+  @functools.cache  # noqa: B019 (there are as many as lines below)
+  def others(self, platform: str) -> tuple[str, ...]:
+    """What GPUs are there that are not among them. Without any GPU, we may be exporting."""
+    if self.least is None:
+      return ()
+    try:
+      found = {d.compute_capability for d in jax.devices(platform)}
+    except RuntimeError:
+      return ()
+    others = tuple(sorted(x for x in found if not self.has(x)))
+    if others:
+      warnings.warn(
+        f"jax_magi has kernels for {self.words}, and there are {others}: plain JAX is used "
+        "instead, which is slower",
+        stacklevel=2,
+      )
+    return others
+
+
+@dataclasses.dataclass(frozen=True)
 class Backend:
   """The kernels for one kind of device.
 
@@ -34,8 +74,8 @@ class Backend:
     bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
     sums_bias_in_order: whether the gradient of a bias that batch rows or heads share, but queries
       do not, can be equal bit for bit from run to run.
-    compute_capability: that of the GPUs for which the kernels are built; None is any device.
-    devices: those devices, in words.
+    attention_devices: those that the attention kernels are for.
+    softmax_devices: those that the softmax kernels are for.
     max_softmax_rows: the softmax kernels take fewer rows than this; None is no limit.
   """
 
@@ -49,8 +89,8 @@ class Backend:
   head_dim_multiple: int = 1
   bias_multiple: int = 1
   sums_bias_in_order: bool = True
-  compute_capability: str | None = None
-  devices: str = "any device"
+  attention_devices: Devices = Devices()
+  softmax_devices: Devices = Devices()
   max_softmax_rows: int | None = None
 
   def attention_obstacle(
@@ -84,7 +124,7 @@ class Backend:
           "the kernels have no deterministic gradient of a bias that batch rows or heads share "
           "and queries do not"
         )
-    return self._device_obstacle()
+    return self._device_obstacle(self.attention_devices) or self._build_obstacle(q, dims, has_terms)
 
   def softmax_obstacle(self, x: Any) -> str | None:
     """Why the softmax kernels cannot be used for `x`; None if they can."""
@@ -95,31 +135,32 @@ class Backend:
     num_rows = x.size // max(x.shape[-1], 1)
     if self.max_softmax_rows is not None and num_rows >= self.max_softmax_rows:
       return f"the kernels take fewer than {self.max_softmax_rows} rows, not {num_rows}"
-    return self._device_obstacle()
+    return self._device_obstacle(self.softmax_devices)
 
-  def _device_obstacle(self) -> str | None:
+  def has_attention_device(self) -> bool:
+    """Whether the GPUs that are there, if any, run the kernels that are not softmax."""
+    return self._device_obstacle(self.attention_devices) is None
+
+  def _device_obstacle(self, devices: Devices) -> str | None:
     if self.module is None:
       return "this build of jax_magi has no kernels for it"
-    others = self._other_devices()
-    return f"the kernels are for {self.devices}, and there are {others}" if others else None
+    others = devices.others(self.platform)
+    return f"the kernels are for {devices.words}, and there are {others}" if others else None
 
-  @functools.cache  # noqa: B019 (there are as many backends as lines below)
-  def _other_devices(self) -> tuple[str, ...]:
-    """What GPUs of another generation are there. Without any GPU, we may be exporting."""
-    if self.compute_capability is None:
-      return ()
-    try:
-      devices = jax.devices(self.platform)
-    except RuntimeError:
-      return ()
-    others = tuple(sorted({d.compute_capability for d in devices} - {self.compute_capability}))
-    if others:
-      warnings.warn(
-        f"jax_magi's kernels for {self.platform} are for {self.devices}, and there are "
-        f"{others}: plain JAX is used instead, which is slower",
-        stacklevel=2,
-      )
-    return others
+  def _build_obstacle(self, q: Any, dims: tuple[int, int], has_terms: bool) -> str | None:
+    """Of a build with some of the kernels: whether those for these dims are among them."""
+    if not self.module.LEFT_OUT:
+      return None
+    limit = self.max_head_dim_with_terms if has_terms else None
+    built = [
+      int(dim)
+      for dim, dtype in (name.split() for name in self.module.variants()["attention backward"])
+      if dtype == q.dtype.name and (limit is None or int(dim) <= limit)
+    ]
+    if max(dims) <= max(built, default=0):
+      return None
+    has = f"head dims up to {max(built)} alone" if built else "none"
+    return f"kernels were left out of this build: of {q.dtype.name} it has {has}"
 
 
 def _import(name: str) -> Any:
@@ -145,8 +186,9 @@ HOPPER = Backend(
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
   bias_multiple=8,  # Likewise.
   sums_bias_in_order=False,
-  compute_capability="9.0",
-  devices="Hopper GPUs (compute capability 9.0)",
+  attention_devices=Devices("Hopper GPUs (compute capability 9.0)", (9, 0), is_exact=True),
+  # Newer ones than those that they were compiled for compile them from PTX.
+  softmax_devices=Devices("GPUs of compute capability 8.0 and later", (8, 0)),
   max_softmax_rows=2**31,
 )
 
