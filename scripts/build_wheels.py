@@ -45,6 +45,11 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
   return done.stdout
 
 
+def search_path(python: Path) -> str:
+  """Where programs are looked for: first beside this Python."""
+  return f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+
+
 def set_up(folder: Path) -> Path:
   """Makes an environment with all that a build needs, and returns its Python."""
   venv.create(folder, with_pip=True, symlinks=True)
@@ -73,7 +78,7 @@ def make_wheel(
   with tempfile.TemporaryDirectory() as name:
     built = Path(name) if has_auditwheel else out
     command = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", built]
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    path = search_path(python)
     for setting in (f"build-dir=build/{kind}", *settings):
       command += ["--config-settings", setting]
     run(python, "-m", "pip", *command, source, JAX_MAGI_CUDA=CUDA[kind], PATH=path)
@@ -101,7 +106,8 @@ def main() -> int:
   with tempfile.TemporaryDirectory() as name:
     if options.no_build_isolation:
       python = Path(sys.executable)
-      has_auditwheel = bool(importlib.util.find_spec("auditwheel") and shutil.which("patchelf"))
+      has_patchelf = shutil.which("patchelf", path=search_path(python)) is not None
+      has_auditwheel = has_patchelf and importlib.util.find_spec("auditwheel") is not None
     else:
       python, has_auditwheel = set_up(Path(name)), True
     archive = make_archive(python, out)
