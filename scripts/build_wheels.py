@@ -17,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 import venv
@@ -114,8 +113,7 @@ def main() -> int:
     # Beside the archive, and not in a folder of a new name each time: compiler caches like it.
     source = out / "source"
     shutil.rmtree(source, ignore_errors=True)
-    with tarfile.open(archive) as file:
-      file.extractall(source, filter="data")
+    shutil.unpack_archive(archive, source)
     (tree,) = source.iterdir()
     wheels = [
       make_wheel(
