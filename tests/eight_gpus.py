@@ -4,7 +4,8 @@ python -m tests.eight_gpus OVERLAP_DEGREE needed|all_gather print|print_barrier|
 
 `print_barrier` is of a program with kernel barriers.
 
-On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone.
+On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
+with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
 When the program runs, kernels are real, but collectives move nothing: results mean nothing. As
 XLA's `ragged_all_to_all` asks the other GPUs, it is run in parts that do not.
 """
@@ -27,18 +28,20 @@ from jax_magi import AttentionMask, overlap
 _TARGET = Path(__file__).parent / "data" / "h200.txtpb"
 
 
-def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
-  # Before JAX looks for devices.
-  flags = ["--xla_gpu_shard_autotuning=false"]
-  if action == "run":
-    flags.append("--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true")
+def find_devices(*flags: str) -> list:
+  """Eight GPUs to compile for, of which one or none is there. Call it before JAX looks for some.
+
+  Args:
+    *flags: more options for XLA.
+  """
+  flags = ("--xla_gpu_shard_autotuning=false", *flags)
   has_gpu = os.path.exists("/dev/nvidiactl")
   if has_gpu:
     jax.config.update("jax_mock_gpu_topology", "1x8x1")
   else:
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # Not all that it takes to run is there.
-    flags.append("--xla_gpu_autotune_level=0")
+    flags += ("--xla_gpu_autotune_level=0",)
   os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
   if has_gpu:
     assert jax.local_device_count() == 1
@@ -49,6 +52,12 @@ def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
     topology = topologies.get_topology_desc("", "cuda", target_config=target, topology="1x8x1")
     devices = topology.devices
   assert len(devices) == 8
+  return devices
+
+
+def main(overlap_degree: int, exchange: str, action: str, local: int) -> None:
+  decompose = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
+  devices = find_devices(*([decompose] if action == "run" else []))
   mesh = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
   mask = AttentionMask.from_cu_seqlens([0, 3 * local, 5 * local, 8 * local], causal=True)
   if exchange == "all_gather":

@@ -38,7 +38,7 @@ def test_what_needs_a_gpu_is_skipped_without():
 
 def test_a_part_that_fails_is_named_and_others_run(tmp_path, monkeypatch, capsys):
   parts = {
-    "broken": command.Part(("json.tool {json}",)),
+    "broken": command.Part(("json.tool --no-such-option {json}",)),
     "other": command.Part(("json",), on_cpu=None),
   }
   monkeypatch.setattr(command, "PARTS", parts)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.native.backends import Backend
-from jax_magi._src.native.call import native_call
+from jax_magi._src.native.call import call_on_whole_arrays
 
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
@@ -174,7 +174,7 @@ def forward(
     bias=bias,
     alibi_slopes=alibi_slopes,
   )
-  out, lse, max_logits, _ = native_call(
+  out, lse, max_logits, _ = call_on_whole_arrays(
     _FORWARD,
     (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list),
     [
@@ -236,7 +236,7 @@ def backward(
   )
   nothing = (0,), np.float32
   dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
-  dq, dk, dv, dbias, dslopes, _ = native_call(
+  dq, dk, dv, dbias, dslopes, _ = call_on_whole_arrays(
     _BACKWARD,
     (q, k, v, dout, lse, delta, slices, *_terms(bias, alibi_slopes), tile_list),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_magi._src.native import backends  # noqa: F401 (it registers the targets)
 from jax_magi._src.transforms.varying import vary_together
@@ -36,3 +37,20 @@ def native_call(
     like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in results
   ]
   return jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **attributes)
+
+
+def call_on_whole_arrays(
+  target: str,
+  operands: Sequence[Any],
+  results: Sequence[tuple[tuple[int, ...], Any]],
+  **attributes: Any,
+) -> Any:
+  """`native_call` for kernels whose operands and results must be arrays of their own.
+
+  XLA for GPUs, from JAX 0.11 on, makes one fusion of a call and the slices around it: operands are
+  then read, and results written, where they lie in larger arrays, at any alignment, and
+  `x.at[:n].set(f(x[:n]))` writes over what other blocks of threads still read. It does not look
+  through barriers.
+  """
+  operands = lax.optimization_barrier(tuple(operands))
+  return lax.optimization_barrier(native_call(target, operands, results, **attributes))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.native.call import native_call
+from jax_magi._src.native.call import call_on_whole_arrays
 
 _FORWARD = "jax_magi_softmax_forward"
 _BACKWARD = "jax_magi_softmax_backward"
@@ -25,7 +25,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns y, and the offset's probability in each row. `mask` and `offset` may be None."""
   rows = x.shape[:-1] if offset is not None else (0,)
-  y, offset_probability = native_call(
+  y, offset_probability = call_on_whole_arrays(
     _FORWARD,
     (
       x,
@@ -45,7 +45,7 @@ def backward(
   y, dy, *, scale: float, lo: int, hi: int, donate: bool, with_dot: bool
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns dx, and each row's sum of y * dy if asked for."""
-  dx, dot = native_call(
+  dx, dot = call_on_whole_arrays(
     _BACKWARD,
     (y, dy),
     [(y.shape, y.dtype), (y.shape[:-1] if with_dot else (0,), np.float32)],

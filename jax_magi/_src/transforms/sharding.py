@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 # Dimension letters with a meaning. Any other letter is a dimension that is never split.
 _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
@@ -68,8 +68,10 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     sums = [split_axes(*pair) for pair in zip(results, result_types, strict=True)]
 
     def summed(*arrays):
-      values = zip(positional(*arrays), sums, strict=True)
-      return tuple(lax.psum(x, names) if names else x for x, names in values)
+      # On one device. JAX 0.12 would have arrays made in here lie on the caller's Explicit axes.
+      with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        values = zip(positional(*arrays), sums, strict=True)
+        return tuple(lax.psum(x, names) if names else x for x, names in values)
 
     return mesh, summed, shardings(results, result_types), shardings(operands, operand_types)
 

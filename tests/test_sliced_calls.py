@@ -1,0 +1,37 @@
+"""Calls on parts of larger arrays: XLA must not hand those parts to kernels where they lie."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import sliced_calls
+from tests.test_cp_gpu import needs_compiler
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", sliced_calls.CALLS)
+def test_no_call_is_fused_with_slices(name):
+  command = [sys.executable, "-m", "tests.sliced_calls", name]
+  environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+  assert done.returncode == 0, done.stderr[-3000:]
+  # XLA's fusions are computations of their own.
+  target = 'custom_call_target="jax_magi_'
+  num_calls = done.stdout.count(target)
+  assert num_calls > 0
+  assert done.stdout[done.stdout.index("\nENTRY ") :].count(target) == num_calls
+
+
+@pytest.mark.parametrize("name", sliced_calls.CALLS)
+def test_results_are_those_of_a_copy(name):
+  fun = sliced_calls.CALLS[name]
+  x = jax.random.normal(jax.random.key(0), sliced_calls.SHAPE, jnp.bfloat16)
+  with jax.disable_jit():  # Each operation alone: the kernel's operands are arrays of their own.
+    expected = np.asarray(fun(x), np.float32)
+  got = np.asarray(jax.jit(fun, donate_argnums=0)(x), np.float32)
+  np.testing.assert_array_equal(got, expected)
