@@ -57,6 +57,18 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   ForwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, *out, *lse,
                                          *max_logits, softmax_scale, softcap, &args));
+  JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"q", q},
+                                                  {"k", k},
+                                                  {"v", v},
+                                                  {"slices", slices},
+                                                  {"sink", sink},
+                                                  {"bias", bias},
+                                                  {"alibi_slopes", alibi_slopes},
+                                                  {"tile_list", tile_list},
+                                                  {"out", *out},
+                                                  {"lse", *lse},
+                                                  {"max_logits", *max_logits},
+                                                  {"workspace", *workspace}}));
   AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/false,
                      /*deterministic=*/true};
   AddTerms(args, &call);
@@ -79,6 +91,22 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
                                           *dq, *dk, *dv, *dbias, *dslopes,
                                           /*is_dq_summed=*/false, softmax_scale, softcap, &args));
+  JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"q", q},
+                                                  {"k", k},
+                                                  {"v", v},
+                                                  {"dout", dout},
+                                                  {"lse", lse},
+                                                  {"delta", delta},
+                                                  {"slices", slices},
+                                                  {"bias", bias},
+                                                  {"alibi_slopes", alibi_slopes},
+                                                  {"tile_list", tile_list},
+                                                  {"dq", *dq},
+                                                  {"dk", *dk},
+                                                  {"dv", *dv},
+                                                  {"dbias", *dbias},
+                                                  {"dslopes", *dslopes},
+                                                  {"workspace", *workspace}}));
   AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true, deterministic};
   AddTerms(args, &call);
   call.wants_dbias = args.dbias != nullptr;

@@ -1,6 +1,7 @@
 #include "cc/ffi/checks.h"
 
 #include <algorithm>
+#include <cstdint>
 
 namespace jax_magi {
 namespace {
@@ -36,6 +37,15 @@ ffi::Error CheckDType(const char* context, const NamedBuffer& named,
     if (named.buffer.element_type() == type) return ffi::Error::Success();
   }
   return Invalid(context, named.name, "has an unsupported element type");
+}
+
+ffi::Error CheckAligned(const char* context, std::initializer_list<NamedBuffer> arrays) {
+  for (const NamedBuffer& array : arrays) {
+    if (reinterpret_cast<uintptr_t>(array.buffer.untyped_data()) % 16 != 0) {
+      return Invalid(context, array.name, "must begin at a multiple of 16 bytes");
+    }
+  }
+  return ffi::Error::Success();
 }
 
 DType ToDType(ffi::DataType type) {

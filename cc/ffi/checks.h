@@ -22,6 +22,8 @@ xla::ffi::Error CheckDims(const char* context, const NamedBuffer& named,
                           std::initializer_list<int64_t> expected);
 xla::ffi::Error CheckDType(const char* context, const NamedBuffer& named,
                            std::initializer_list<xla::ffi::DataType> allowed);
+// Where vector loads and TMA need it. An XLA array of its own begins so; a part of one may not.
+xla::ffi::Error CheckAligned(const char* context, std::initializer_list<NamedBuffer> arrays);
 xla::ffi::Error Invalid(const char* context, const char* name, const std::string& what);
 
 DType ToDType(xla::ffi::DataType type);

@@ -1,6 +1,5 @@
 // FFI handlers of the CUDA softmax: decode, check, call.
 
-#include <cstdint>
 #include <limits>
 
 #include "cc/cuda/softmax/softmax.h"
@@ -19,12 +18,7 @@ ffi::Error CheckCuda(const char* context, const SoftmaxShape& shape,
   if (shape.num_rows() > std::numeric_limits<int32_t>::max()) {
     return ffi::Error::InvalidArgument(std::string(context) + ": must have fewer than 2**31 rows");
   }
-  for (const NamedBuffer& array : arrays) {
-    if (reinterpret_cast<uintptr_t>(array.buffer.untyped_data()) % 16 != 0) {
-      return Invalid(context, array.name, "must begin at a multiple of 16 bytes");
-    }
-  }
-  return ffi::Error::Success();
+  return CheckAligned(context, arrays);
 }
 
 ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer mask,
