@@ -113,7 +113,8 @@ def test_slices_at_any_key(head_dim, bias, is_mask_known):
 
 @pytest.mark.parametrize("bias", ["hqk", "h1k", None])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_slices(head_dim, bias):
+@pytest.mark.parametrize("heads", [(2, 1), (16, 8)])
+def test_many_slices(request, heads, head_dim, bias):
   """More of them in one row than the kernel that writes zeros keeps in shared memory.
 
   All keys that count are far from the queries, and dslopes is what is left of large terms: an error
@@ -121,6 +122,9 @@ def test_many_slices(head_dim, bias):
   each rounding of the plain computation, but the sums of two heads may come out right by luck, and
   then the rule asks for as much. Those of sixteen do not.
   """
+  if (heads, head_dim, bias) == ((2, 1), 64, None):
+    reason = "dslopes of two heads, by a delta of rounded outputs: see above"
+    request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
   q_len, k_len, num_slices = 200, 1600, 150
   begins = 10 * np.arange(num_slices)
   q_ranges = np.tile([[20, 150]], (num_slices, 1))
@@ -129,7 +133,7 @@ def test_many_slices(head_dim, bias):
   inputs = make_inputs(
     np.random.default_rng(0),
     DTYPES["bf16"],
-    *(q_len, k_len, 16, 8, head_dim, head_dim),
+    *(q_len, k_len, *heads, head_dim, head_dim),
     bias=bias,
     has_alibi=True,
   )
