@@ -80,6 +80,18 @@ def _ratios(row: dict, beside: Beside) -> str:
   return ", ".join(found + failed)
 
 
+def _beside_peers(cell: Cell, beside: Beside) -> tuple[dict, str]:
+  """Our rate and the peers', as a row and in words."""
+  row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name, "ours": _rate(cell)}
+  _add_peers(row, cell, beside)
+  return row, _ratios(row, beside)
+
+
+def _print_row(row: dict, text: str) -> None:
+  place = f"{row['head_dim']:4} {row['length']:6} {row['mask']:20}"
+  print(f"  {place} {row['ours']:7.1f} {text}", flush=True)
+
+
 def _cells(lengths: list[int], direction: str) -> Iterator[Cell]:
   for head_dim, num_q_heads, num_kv_heads in MODELS:
     for length in lengths:
@@ -92,28 +104,20 @@ def _cells(lengths: list[int], direction: str) -> Iterator[Cell]:
 def time_forward(lengths: list[int], beside: Beside) -> list[dict]:
   rows = []
   for cell in _cells(lengths, "forward"):
-    row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name}
-    row["ours"] = _rate(cell)
-    _add_peers(row, cell, beside)
-    text = _ratios(row, beside)
+    row, text = _beside_peers(cell, beside)
     if cell.name in SAME_AREA:
       other = dataclasses.replace(cell, mask=varlen_of_same_area(cell.mask))
       row["varlen_full_of_same_area"] = _rate(other)
       text += f" {row['ours'] / row['varlen_full_of_same_area']:5.2f}x varlen of same area"
     rows.append(row)
-    print(
-      f"  {cell.head_dim:4} {cell.length:6} {cell.name:20} {row['ours']:7.1f} {text}", flush=True
-    )
+    _print_row(row, text)
   return rows
 
 
 def time_backward(lengths: list[int], beside: Beside) -> list[dict]:
   rows = []
   for cell in _cells(lengths, "backward"):
-    row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name}
-    row["ours"] = _rate(cell)
-    _add_peers(row, cell, beside)
-    text = _ratios(row, beside)
+    row, text = _beside_peers(cell, beside)
     if cell.length == DETERMINISTIC_LENGTH:
       row["deterministic"] = _rate(cell, deterministic=True)
       text += f" {100 * (row['ours'] / row['deterministic'] - 1):4.0f}% slower deterministic"
@@ -124,9 +128,7 @@ def time_backward(lengths: list[int], beside: Beside) -> list[dict]:
       if "cudnn_single" in row:
         text += f", alone {row['single']:7.1f} {row['single'] / row['cudnn_single']:6.2f}x cuDNN"
     rows.append(row)
-    print(
-      f"  {cell.head_dim:4} {cell.length:6} {cell.name:20} {row['ours']:7.1f} {text}", flush=True
-    )
+    _print_row(row, text)
   return rows
 
 

@@ -1,10 +1,11 @@
 import os
-from pathlib import Path
+
+from tests.machine import HAS_GPU
 
 # Must be set before JAX starts. Several CPU devices, for the sharding tests; and where only CPUs
 # are, XLA compiles for a short time: programs are run once, and our kernels are not its own.
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
-if not Path("/dev/nvidiactl").exists():
+if not HAS_GPU:
   _FLAGS += ["--xla_backend_optimization_level=0"]
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 

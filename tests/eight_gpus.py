@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask, overlap
+from tests.machine import HAS_GPU
 
 # What XLA has to know of a GPU that is not there.
 _TARGET = Path(__file__).parent / "data" / "h200.txtpb"
@@ -35,15 +36,14 @@ def find_devices(*flags: str) -> list:
     *flags: more options for XLA.
   """
   flags = ("--xla_gpu_shard_autotuning=false", *flags)
-  has_gpu = os.path.exists("/dev/nvidiactl")
-  if has_gpu:
+  if HAS_GPU:
     jax.config.update("jax_mock_gpu_topology", "1x8x1")
   else:
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # Not all that it takes to run is there.
     flags += ("--xla_gpu_autotune_level=0",)
   os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
-  if has_gpu:
+  if HAS_GPU:
     assert jax.local_device_count() == 1
     devices = jax.devices()
   else:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jax_magi import overlap
+from tests.machine import HAS_GPU
 
 _HAS_PLUGIN = (
   importlib.util.find_spec("jax_plugins") is not None
@@ -16,7 +17,7 @@ _HAS_PLUGIN = (
 )
 needs_compiler = (
   pytest.mark.gpu
-  if os.path.exists("/dev/nvidiactl")
+  if HAS_GPU
   else pytest.mark.skipif(not _HAS_PLUGIN, reason="needs a GPU or JAX's CUDA plugin")
 )
 
