@@ -33,6 +33,13 @@ COMBINATIONS = {
   "bias-mask-scale": {"bias": "qk", "mask": "hqk", "scale": 0.7},
 }
 
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def platform(request):
+  """Where a test runs."""
+  with jax.default_device(jax.devices(request.param)[0]):
+    yield request.param
+
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 shapes = pytest.mark.parametrize("shape", SHAPES)
 
@@ -92,7 +99,7 @@ def _check(options, arrays, bias=None, mask=None, *, is_mask_known=False, wrap=l
 
   dtype = arrays[0].dtype
   ours = run(jax_magi.dot_product_attention, arrays, bias)
-  if dtype == np.float16 and jax.default_backend() == "cpu":
+  if dtype == np.float16 and jax.config.jax_default_device.platform == "cpu":
     # JAX's has no float16 there: it is computed in float32, and rounded.
     wide = [x.astype(np.float32) for x in arrays]
     plain = run(jax.nn.dot_product_attention, wide, bias)

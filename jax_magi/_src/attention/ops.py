@@ -54,10 +54,14 @@ def _attention_fwd(config, *operands):
   # As the keys of a dict, which are no data: whose gradient costs nothing unless it is asked for.
   wanted: dict[str, tuple] = {name: () for name, x in terms.items() if x.perturbed}
   q, k, v, slices, sink, terms = jax.tree.map(lambda x: x.value, operands)
-  out, lse, max_logits = forward(config, q, k, v, slices, sink, **terms)
+  # In the gradient of slopes, an error of delta counts as often as there are tokens between a query
+  # and the keys that matter to it: delta is then made of an `out` that is not rounded.
+  out_dtype = jnp.promote_types(q.dtype, np.float32) if "alibi_slopes" in wanted else None
+  out, lse, max_logits = forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
   out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
-  return (out, lse, max_logits), (q, k, v, slices, sink, terms, wanted, out, lse)
+  residuals = (q, k, v, slices, sink, terms, wanted, out, lse)
+  return (out.astype(q.dtype), lse, max_logits), residuals
 
 
 def _attention_bwd(config, residuals, cotangents):
@@ -295,7 +299,6 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
       platform: fun
       for platform, fun in natives.items()
       if check(BACKENDS[platform]) is None
-      and (BACKENDS[platform].offers_terms or not has_terms or config.implementation == platform)
     }
 
   # A gradient is one for each mapped element, and so is then the operand.

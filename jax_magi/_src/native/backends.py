@@ -69,7 +69,6 @@ class Backend:
     attention_dtypes: element types that the attention kernels take.
     max_head_dim: the largest head dim that they take; None is no limit.
     max_head_dim_with_terms: the same, for calls with a bias or ALiBi slopes.
-    offers_terms: whether such calls take the kernels without being told to.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
     bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
     sums_bias_in_order: whether the gradient of a bias that batch rows or heads share, but queries
@@ -85,7 +84,6 @@ class Backend:
   attention_dtypes: tuple[Any, ...] = (jnp.float32, jnp.bfloat16, jnp.float16)
   max_head_dim: int | None = None
   max_head_dim_with_terms: int | None = None
-  offers_terms: bool = True
   head_dim_multiple: int = 1
   bias_multiple: int = 1
   sums_bias_in_order: bool = True
@@ -180,9 +178,6 @@ HOPPER = Backend(
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
   max_head_dim_with_terms=128,
-  # The tests with more tiles than multiprocessors (tests/test_bias_cuda.py) have not been run yet.
-  # Until they have passed, only who names these kernels gets them.
-  offers_terms=False,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
   bias_multiple=8,  # Likewise.
   sums_bias_in_order=False,
