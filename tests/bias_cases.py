@@ -3,7 +3,10 @@
 import dataclasses
 import itertools
 
-from tests.accuracy import DTYPES, Inputs
+import numpy as np
+
+from jax_magi import AttentionMask
+from tests.accuracy import DTYPES, Inputs, make_inputs
 from tests.cases import CASES, Case
 
 # Dimensions of a bias, as letters; 1 is shared.
@@ -57,3 +60,19 @@ def _every_shape():
 
 
 BIAS_CASES = list({case.name: case for case in (*_every_mask(), *_every_shape())}.values())
+
+
+def many_slices(heads, head_dim: int, bias: str | None) -> tuple[Inputs, AttentionMask]:
+  """Inputs with slopes, and a mask with 150 slices in a row.
+
+  All keys that count are far from the queries, and dslopes is what is left of large terms: an error
+  of delta counts as often as there are keys in between.
+  """
+  q_len, k_len, num_slices = 200, 1600, 150
+  begins = 10 * np.arange(num_slices)
+  q_ranges = np.tile([[20, 150]], (num_slices, 1))
+  k_ranges = np.stack([begins, begins + 5], axis=1)
+  mask = AttentionMask.from_ranges(q_ranges, k_ranges, q_len=q_len, k_len=k_len)
+  shape = (q_len, k_len, *heads, head_dim, head_dim)
+  rng = np.random.default_rng(0)
+  return make_inputs(rng, DTYPES["bf16"], *shape, bias=bias, has_alibi=True), mask

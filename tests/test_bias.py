@@ -11,7 +11,7 @@ import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import DTYPES, check_attention, make_inputs
 from tests.arrays import assert_trees_close, normals
-from tests.bias_cases import BIAS_CASES
+from tests.bias_cases import BIAS_CASES, many_slices
 
 IMPLEMENTATIONS = ["cpu", "blockwise"]
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -36,6 +36,25 @@ def test_blockwise_over_several_blocks(bias):
     np.random.default_rng(0), np.float32, 1250, 1250, 2, 1, 16, 8, bias=bias, has_alibi=True
   )
   check_attention(inputs, mask, "blockwise")
+
+
+@implementations
+def test_slopes_of_queries_far_from_their_keys(implementation):
+  """Their gradient is as good as that of float32 arrays. From an `out` in bfloat16 it was off by 13 to 70%."""
+  inputs, mask = many_slices((2, 1), 64, None)
+  check_attention(inputs, mask, implementation)
+
+  def gradient(dtype):
+    q, k, v, dout = (jnp.asarray(x, dtype) for x in (*inputs.operands[:3], inputs.dout))
+    options = {"implementation": implementation}
+    _, vjp = jax.vjp(
+      lambda slopes: jax_magi.attention(q, k, v, mask, alibi_slopes=slopes, **options)[0],
+      jnp.asarray(inputs.alibi_slopes),
+    )
+    return vjp(dout)[0]
+
+  expected = gradient(jnp.float32)
+  np.testing.assert_allclose(gradient(jnp.bfloat16), expected, atol=0.05 * np.abs(expected).max())
 
 
 # --- what a bias means ---

@@ -12,7 +12,7 @@ from jax_magi import AttentionMask
 from jax_magi._src.native.backends import HOPPER
 from tests.accuracy import DTYPES, check_attention, check_close, make_inputs
 from tests.arrays import assert_same_bits, normals
-from tests.bias_cases import BIAS_CASES
+from tests.bias_cases import BIAS_CASES, many_slices
 
 pytestmark = pytest.mark.gpu
 
@@ -115,24 +115,8 @@ def test_slices_at_any_key(head_dim, bias, is_mask_known):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(2, 1), (16, 8)])
 def test_many_slices(heads, head_dim, bias):
-  """More of them in one row than the kernel that writes zeros keeps in shared memory.
-
-  All keys that count are far from the queries, and dslopes is what is left of large terms: an error
-  of delta counts as often as there are keys in between.
-  """
-  q_len, k_len, num_slices = 200, 1600, 150
-  begins = 10 * np.arange(num_slices)
-  q_ranges = np.tile([[20, 150]], (num_slices, 1))
-  k_ranges = np.stack([begins, begins + 5], axis=1)
-  mask = AttentionMask.from_ranges(q_ranges, k_ranges, q_len=q_len, k_len=k_len)
-  inputs = make_inputs(
-    np.random.default_rng(0),
-    DTYPES["bf16"],
-    *(q_len, k_len, *heads, head_dim, head_dim),
-    bias=bias,
-    has_alibi=True,
-  )
-  check_attention(inputs, mask, "cuda")
+  """More of them in one row than the kernel that writes zeros keeps in shared memory."""
+  check_attention(*many_slices(heads, head_dim, bias), "cuda")
 
 
 @pytest.mark.parametrize("seed", range(12))
