@@ -33,6 +33,7 @@ COMBINATIONS = {
   "bias-mask-scale": {"bias": "qk", "mask": "hqk", "scale": 0.7},
 }
 
+
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def platform(request):
   """Where a test runs."""

@@ -295,11 +295,7 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
     )
     # Besides what was checked with the arguments, before it was known which gradients are wanted.
     check_implementation(config.implementation, "blockwise", check)
-    return {
-      platform: fun
-      for platform, fun in natives.items()
-      if check(BACKENDS[platform]) is None
-    }
+    return {platform: fun for platform, fun in natives.items() if check(BACKENDS[platform]) is None}
 
   # A gradient is one for each mapped element, and so is then the operand.
   shared = {"slices", "bias"}.intersection(call.operands).difference(call.wants)
