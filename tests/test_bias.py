@@ -46,12 +46,9 @@ def test_slopes_of_queries_far_from_their_keys(implementation):
 
   def gradient(dtype):
     q, k, v, dout = (jnp.asarray(x, dtype) for x in (*inputs.operands[:3], inputs.dout))
-    options = {"implementation": implementation}
-    _, vjp = jax.vjp(
-      lambda slopes: jax_magi.attention(q, k, v, mask, alibi_slopes=slopes, **options)[0],
-      jnp.asarray(inputs.alibi_slopes),
-    )
-    return vjp(dout)[0]
+    attend = functools.partial(jax_magi.attention, q, k, v, mask, implementation=implementation)
+    slopes = jnp.asarray(inputs.alibi_slopes)
+    return jax.vjp(lambda slopes: attend(alibi_slopes=slopes)[0], slopes)[1](dout)[0]
 
   expected = gradient(jnp.float32)
   np.testing.assert_allclose(gradient(jnp.bfloat16), expected, atol=0.1 * np.abs(expected).max())

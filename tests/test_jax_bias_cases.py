@@ -38,7 +38,7 @@ COMBINATIONS = {
 def platform(request):
   """Where a test runs."""
   with jax.default_device(jax.devices(request.param)[0]):
-    yield request.param
+    yield
 
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
