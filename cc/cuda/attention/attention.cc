@@ -149,12 +149,13 @@ CallLayout LayoutWithTerms(const AttentionCall& call, bool has_tile_list) {
   }
   const BackwardTermsEntry* entry = Find(kBackwardTerms, shape, call.dtype);
   if (entry == nullptr) return {};
-  const Tiling tiling = entry->tiling(BackwardPart::kAll);
+  const bool are_slopes_alone = !call.has_softcap && !call.has_bias && !call.wants_dslopes;
+  const Tiling tiling = entry->tiling(BackwardPart::kAll, are_slopes_alone);
   const bool keeps_list = has_tile_list && !call.deterministic;
   int64_t num_bytes =
       StatisticsBytes(shape) + TileListBytes(shape, tiling, keeps_list) + TermGradientsBytes(call);
   if (call.deterministic) {
-    num_bytes += TileListBytes(shape, entry->tiling(BackwardPart::kQueries), false);
+    num_bytes += TileListBytes(shape, entry->tiling(BackwardPart::kQueries, false), false);
   } else {
     num_bytes += DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
   }

@@ -72,7 +72,8 @@ template <int kHeadDim, typename Element>
 struct BackwardTermsVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);
-  static Tiling TilingOf(BackwardPart part);
+  // Slopes are alone if they have no gradient, and there is neither a bias nor a cap.
+  static Tiling TilingOf(BackwardPart part, bool are_slopes_alone);
 };
 
 }  // namespace jax_magi::cuda

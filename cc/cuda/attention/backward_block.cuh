@@ -7,6 +7,7 @@
 #include "cc/cuda/attention/backward_producer.cuh"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/store.cuh"
 
 namespace jax_magi::cuda {
 
@@ -250,7 +251,7 @@ struct BackwardBlock {
   // With terms, whose gradients they are, they are also kept unrounded, in place of dP.
   __device__ __forceinline__ void SetGradients(int e, float first, float second) {
     ds[e] = PackPair<Element>(first, second);
-    if constexpr (Config::kHasTerms) {
+    if constexpr (Config::kHasTerms && !Config::kIsBiasAlone && !Config::kAreSlopesAlone) {
       dp[2 * e] = first;
       dp[2 * e + 1] = second;
     }
@@ -277,6 +278,40 @@ struct BackwardBlock {
     for (int i = 0; i < kColumns / 16; ++i) {
       StoreMatricesTransposed(address + i * 16 * 64,
                               {ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]});
+    }
+  }
+
+  // --- Epilogue ---
+
+  __device__ __forceinline__ void Store(const RowTileInfo& tile) {
+    StoreGradient<kXDims>(tile, dx, params.softmax_scale, params.dx, params.head_dim);
+    if constexpr (Config::kByKeys) {
+      StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
+    }
+  }
+
+  template <int kDims>
+  __device__ __forceinline__ void StoreGradient(const RowTileInfo& tile, float (&acc)[kDims / 2],
+                                                float factor, void* out, int dim) {
+    const float factors[2] = {factor, factor};
+    const int first_column = DimPart() * kDims;
+    bool is_own[2];
+    int64_t offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      is_own[r] = Row(r) < tile.num_rows;
+      const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
+      const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
+      offset[r] = (row * params.num_row_heads + tile.row_head) * dim + first_column;
+    }
+    if (params.is_float) {
+      float* base = static_cast<float*>(out);
+      float* const rows[2] = {base + offset[0], base + offset[1]};
+      StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+    } else {
+      Element* base = static_cast<Element*>(out);
+      Element* const rows[2] = {base + offset[0], base + offset[1]};
+      StoreRows<Element, kDims>(acc, factors, rows, is_own, dim - first_column, thread);
     }
   }
 };

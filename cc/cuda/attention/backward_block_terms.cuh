@@ -29,12 +29,20 @@ struct BackwardBlockTerms {
   __device__ __forceinline__ void AddByKeys(int stage, Element* ds, uint64_t* full,
                                             uint32_t phase) const {
     const ScoreTerms& terms = params().terms;
+    if constexpr (Config::kIsBiasAlone) {
+      AddTiles(ds, full, phase);
+      return;
+    }
     const int batch = shared().tile.batch, head = shared().head[stage];
     const int key = shared().tile.begin + block.RowAnew();
     const int distance = key - (shared().block[stage].begin + 2 * (block.thread % 4));
     float factor = params().softmax_scale;
     const float slope = Slope(batch, head);
     float base[2] = {slope * distance, slope * (distance + 8)};
+    if constexpr (Config::kAreSlopesAlone) {
+      AddSlopes(factor, -slope, base, block.scores);
+      return;
+    }
     if (terms.kind == BiasKind::kByKey) {
       const int64_t first = terms.Offset(batch, head) + key;
 #pragma unroll
@@ -42,11 +50,7 @@ struct BackwardBlockTerms {
         if (key + 8 * r < params().work.num_rows) base[r] += terms.Load<Element>(first + 8 * r);
       }
     } else if (terms.kind == BiasKind::kTiles) {
-      Wait(full, phase);
-      const Element* address = block.DsMatrices(ds);
-      AddPackedBias<Element>(factor, block.scores, [&](int step, uint32_t* x) {
-        LoadMatricesTransposed(address + step * 16 * 64, x);
-      });
+      AddTiles(ds, full, phase);
       factor = 1.0f;
     } else if (terms.kind == BiasKind::kFloat) {
       AddStagedHalf<0>(stage, ds);
@@ -55,6 +59,15 @@ struct BackwardBlockTerms {
     }
     const bool is_scaled = terms.kind == BiasKind::kTiles || terms.kind == BiasKind::kFloat;
     if (!is_scaled || terms.slopes != nullptr) AddSlopes(factor, -slope, base, block.scores);
+  }
+
+  // Adds a bias that came by TMA.
+  __device__ __forceinline__ void AddTiles(Element* ds, uint64_t* full, uint32_t phase) const {
+    Wait(full, phase);
+    const Element* address = block.DsMatrices(ds);
+    AddPackedBias<Element>(params().softmax_scale, block.scores, [&](int step, uint32_t* x) {
+      LoadMatricesTransposed(address + step * 16 * 64, x);
+    });
   }
 
   // Adds half of a bias in float32, as there is room for no more. A warp's keys of a query take two
@@ -97,6 +110,7 @@ struct BackwardBlockTerms {
 
   // Adds to the gradients of terms in memory what they have of this block, from dS in place of dP.
   __device__ __forceinline__ void AddGradients(int stage) const {
+    if constexpr (Config::kIsBiasAlone || Config::kAreSlopesAlone) return;
     const TermGradients& gradients = params().gradients;
     const bool has_sums = gradients.key_sums != nullptr || gradients.key_moments != nullptr;
     if (!has_sums && gradients.dbias_sums == nullptr) return;

@@ -4,19 +4,8 @@
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_CONSUMER_CUH_
 
 #include "cc/cuda/attention/backward_block_terms.cuh"
-#include "cc/cuda/attention/store.cuh"
 
 namespace jax_magi::cuda {
-
-// Named barriers of the backward kernel. Barrier 0 is that of __syncthreads().
-enum NamedBarrier {
-  // All consumers arrive when their part of dS is in shared memory, and wait: the product for dQ
-  // reads every part.
-  kDsWritten = 1,
-  // kFirstTurn + w: warpgroup w waits for its turn at the tensor cores; the one before it arrives
-  // when it has issued its products.
-  kFirstTurn = 2,
-};
 
 template <typename Config>
 struct BackwardConsumer {
@@ -75,12 +64,17 @@ struct BackwardConsumer {
       // The phase comes from shared memory, as no register is free through Compute().
       phase = LoadByWarp(shared.tile.next_phase);
       Arrive(&shared.row_empty);
-      Store(tile);
+      block.Store(tile);
     }
     // The last turn is passed to warpgroup 0, which has to take it: barriers must be left even.
     if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
     if constexpr (Config::kHasDq) {
-      if constexpr (Config::kHasTerms) {
+      if constexpr (kDsIsByX) {
+        // Until what is said of an older block has been read.
+        Wait(&shared.ds_empty[x_ring.stage], x_ring.phase ^ 1);
+        if (warpgroup == 0 && thread == 0) shared.ds_info[x_ring.stage].head = -1;
+        ArriveByWarp(&shared.ds_full[x_ring.stage], thread);
+      } else if constexpr (Config::kStoresDs) {
         if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
         NamedSync(kDsWritten, Config::kDsThreads);
       }
@@ -191,7 +185,9 @@ struct BackwardConsumer {
       const int x_stage = __shfl_sync(~0u, x_ring.stage, 0);
       num_done = __shfl_sync(~0u, num_done, 0);
       const int y_stage = YStage();
-      const int ds_stage = num_done % 2, dq_stage = Config::kDqIsLate ? ds_stage ^ 1 : ds_stage;
+      const int parity = num_done % 2, dq_parity = Config::kDqIsLate ? parity ^ 1 : parity;
+      const int ds_stage = kDsIsByX ? x_stage : parity;
+      const int dq_stage = kDsIsByX ? __shfl_sync(~0u, x_ring.Before().stage, 0) : dq_parity;
       WaitForX();
       block.ReadStatistics(x_stage);
       // Else ptxas copies them after the first product, and waits for it.
@@ -204,14 +200,15 @@ struct BackwardConsumer {
       WaitWgmma<1>();
       FenceRegisters(block.scores);
       if constexpr (Config::kHasTerms) {
-        Terms().AddByKeys(x_stage, Ds(ds_stage), &shared.bias_full[ds_stage], num_done / 2 % 2);
+        Terms().AddByKeys(x_stage, Ds(ds_stage), &shared.bias_full[ds_stage],
+                          kDsIsByX ? x_ring.phase : num_done / 2 % 2);
       }
       if (flags & kMasked) block.Hide(shared.block[x_stage]);
       ProbabilitiesAndGradients(x_stage);
       if constexpr (Config::kDqIsLate) WaitForDs(num_done - 1);
       block.WriteDs(Ds(ds_stage));
       block.IssueDy(y_stage);
-      if constexpr (Config::kHasTerms) {
+      if constexpr (Config::kStoresDs) {
         if (warpgroup == 0 && thread == 0) {
           shared.ds_info[ds_stage] = {shared.block[x_stage], shared.head[x_stage],
                                       shared.tile.batch, shared.tile.begin};
@@ -228,11 +225,13 @@ struct BackwardConsumer {
       block.IssueDx(x_stage);
       WaitWgmma<1>();
       FenceRegisters(block.dq);
-      if constexpr (Config::kHasTerms) ArriveByWarp(&shared.ds_empty[ds_stage], thread);
-      if constexpr (!Config::kDqIsLate) SetDqTarget(x_stage, ds_stage, 0);
-      if (!Config::kDqIsLate || !is_first) AddDq(dq_stage, 0);
+      if constexpr (Config::kStoresDs) {
+        if (!Config::kDqIsLate || !is_first) ArriveByWarp(&shared.ds_empty[dq_stage], thread);
+      }
+      if constexpr (!Config::kDqIsLate) SetDqTarget(x_stage, parity, 0);
+      if (!Config::kDqIsLate || !is_first) AddDq(dq_parity, 0);
       is_first = false;
-      if constexpr (Config::kDqIsLate) SetDqTarget(x_stage, ds_stage, 0);
+      if constexpr (Config::kDqIsLate) SetDqTarget(x_stage, parity, 0);
       WaitWgmma<0>();
       FenceRegisters(block.dx);
       Arrive(&shared.x_empty[x_stage]);
@@ -242,24 +241,37 @@ struct BackwardConsumer {
       x_ring.Advance();
     }
     if constexpr (Config::kDqIsLate) {
-      const int dq_stage = (num_done - 1) % 2;
+      const int dq_parity = (num_done - 1) % 2;
+      const int dq_stage = kDsIsByX ? __shfl_sync(~0u, x_ring.Before().stage, 0) : dq_parity;
       WaitForDs(num_done - 1);
       block.IssueDq(Ds(dq_stage), 0);
       WaitWgmma<0>();
       FenceRegisters(block.dq);
-      AddDq(dq_stage, 0);
+      if constexpr (kDsIsByX) ArriveByWarp(&shared.ds_empty[dq_stage], thread);
+      AddDq(dq_parity, 0);
     }
   }
 
-  // Until both warpgroups have written dS of a block, and read that of the block before. Blocks are
-  // counted over all tiles; before the first one nothing is waited for.
+  // dS has two stages in turn, or as many as queries, at the same position.
+  static constexpr bool kDsIsByX = Config::kDsStages != 2;
+
+  // Until both warpgroups have written dS of the block before this one, by its number, and read
+  // that of the one before it. Blocks are counted over all tiles; before the first one nothing is
+  // waited for.
   __device__ __forceinline__ void WaitForDs(uint32_t number) {
-    Wait(&shared.ds_full[number % 2], number / 2 % 2);
+    if constexpr (kDsIsByX) {
+      const RingPosition<Config::kXStages> before = x_ring.Before();
+      Wait(&shared.ds_full[before.stage], before.phase);
+    } else {
+      Wait(&shared.ds_full[number % 2], number / 2 % 2);
+    }
   }
 
   // From scores, and dP a little later, to dS.
   __device__ __forceinline__ void ProbabilitiesAndGradients(int x_stage) {
-    const bool has_cap = Config::kHasTerms && block.scale.inverse_cap != 0.0f;
+    constexpr bool kMayHaveCap =
+        Config::kHasTerms && !Config::kIsBiasAlone && !Config::kAreSlopesAlone;
+    const bool has_cap = kMayHaveCap && block.scale.inverse_cap != 0.0f;
     if (has_cap) {
       block.CapScores();
     } else {
@@ -408,40 +420,6 @@ struct BackwardConsumer {
     }
     FenceAsyncProxy();
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
-  }
-
-  // --- Epilogue ---
-
-  __device__ __forceinline__ void Store(const RowTileInfo& tile) {
-    StoreGradient<Block::kXDims>(tile, block.dx, params.softmax_scale, params.dx, params.head_dim);
-    if constexpr (Config::kByKeys) {
-      StoreGradient<Block::kYDims>(tile, block.dy, 1.0f, params.dy, params.value_dim);
-    }
-  }
-
-  template <int kDims>
-  __device__ __forceinline__ void StoreGradient(const RowTileInfo& tile, float (&acc)[kDims / 2],
-                                                float factor, void* out, int dim) {
-    const float factors[2] = {factor, factor};
-    const int first_column = block.DimPart() * kDims;
-    bool is_own[2];
-    int64_t offset[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      is_own[r] = block.Row(r) < tile.num_rows;
-      const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
-      const int64_t row = batch * params.work.num_rows + (tile.begin + block.Row(r));
-      offset[r] = (row * params.num_row_heads + tile.row_head) * dim + first_column;
-    }
-    if (params.is_float) {
-      float* base = static_cast<float*>(out);
-      float* const rows[2] = {base + offset[0], base + offset[1]};
-      StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
-    } else {
-      Element* base = static_cast<Element*>(out);
-      Element* const rows[2] = {base + offset[0], base + offset[1]};
-      StoreRows<Element, kDims>(acc, factors, rows, is_own, dim - first_column, thread);
-    }
   }
 };
 

@@ -24,6 +24,17 @@
 
 namespace jax_magi::cuda {
 
+// All consumers, for pairs that are hidden, as long as there are any left.
+template <typename Config>
+__device__ __forceinline__ void WriteZeros(const BackwardParamsOf<Config>& params,
+                                           BackwardShared<Config>& shared) {
+  WaitForPreviousKernel();  // It resets the counter.
+  constexpr int kThreads = Config::kNumConsumers * kWarpgroup;
+  ZeroAllHidden<kThreads>(params.gradients.hidden, &params.work.counter->next_hidden,
+                          threadIdx.x - kWarpgroup, shared.hidden,
+                          [] { NamedSync(kZeros, kThreads); });
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
@@ -41,7 +52,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
     for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
     if constexpr (Config::kHasTerms) {
-      InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 1);
+      const bool is_stored = !Config::kDqIsLate || params.gradients.dbias != nullptr;
+      InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 32 * is_stored);
+    }
+    if constexpr (Config::kZeroShare > 0) {
+      const HiddenPairs& hidden = params.gradients.hidden;
+      shared.has_hidden = hidden.dbias != nullptr && !IsNothingHidden(hidden);
+      shared.num_workers = gridDim.x - (shared.has_hidden ? gridDim.x / Config::kZeroShare : 0);
     }
     FenceBarrierInit();
   }
@@ -55,7 +72,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     } else if (Config::kHasDq && warp < 3) {
       if (thread % 32 == 0) AddDqToMemory<Config>(params, shared, warp - 1);
     }
-    if constexpr (Config::kHasTerms && Config::kHasDq) {
+    if constexpr (Config::kStoresDs) {
       if (warp == 3) {
         DsStore<Config, BackwardTermsParams, BackwardShared<Config>>{params, shared, thread % 32}
             .Run(kDsWritten);
@@ -66,7 +83,16 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     // By a shuffle: the compiler then knows that it is the same for a whole warp.
     const int warpgroup = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
     BackwardConsumer<Config> consumer{params, shared, warpgroup, thread % kWarpgroup};
+    if constexpr (Config::kZeroShare > 0) {
+      if (blockIdx.x >= shared.num_workers) {
+        WriteZeros<Config>(params, shared);
+        NamedArrive(kZerosWritten, kZerosWrittenThreads);
+      }
+    }
     consumer.Run();
+    if constexpr (Config::kZeroShare > 0) {
+      if (shared.has_hidden) WriteZeros<Config>(params, shared);
+    }
   }
 }
 

@@ -24,7 +24,7 @@ __global__ void PrepareBackwardKernel(PrepareArgs args) {
   LetNextKernelStart();
   const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  if (first == 0) args.counter->next_work = 0;
+  if (first == 0) args.counter->next_work = args.counter->next_hidden = 0;
   for (int64_t i = first; i < args.num_statistics; i += stride) {
     const int64_t row = i / args.padded_queries;  // Of [batch, num_q_heads].
     const int64_t batch = row / args.num_q_heads;

@@ -67,8 +67,9 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   alignas(1024) Element row_y[Config::kBlockRows * Config::kValueDim];
   alignas(1024) Element column_x[kXStages][Config::kBlockColumns * Config::kHeadDim];
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
-  // [key panel][query][64 keys], twice: one is written while the other is still read.
-  alignas(1024) Element ds[Config::kHasDq ? 2 * Config::kBlockRows * Config::kBlockColumns : 64];
+  // [key panel][query][64 keys], for each stage: one is written while others are still read.
+  alignas(1024) Element
+      ds[Config::kHasDq ? Config::kDsStages * Config::kBlockRows * Config::kBlockColumns : 64];
   // For each warpgroup [queries / 2][64 dims][2 queries], as DqSumPlace says.
   alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
   QueryStatistic statistics[kXStages][Config::kByKeys ? Config::kBlockColumns / 8 : 1];
@@ -84,8 +85,23 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   // One for each warpgroup, which arrives on `full` and waits on `empty`; AddDqToMemory does the
   // reverse.
   uint64_t dq_full[2], dq_empty[2];
-  uint64_t ds_full[2];  // Consumers of both warpgroups arrive and wait.
+  uint64_t ds_full[Config::kDsStages];  // Consumers of both warpgroups arrive and wait.
 };
+
+// Named barriers of the backward kernel. Barrier 0 is that of __syncthreads().
+enum NamedBarrier {
+  // All consumers arrive when their part of dS is in shared memory, and wait: the product for dQ
+  // reads every part.
+  kDsWritten = 1,
+  // kFirstTurn + w: warpgroup w waits for its turn at the tensor cores; the one before it arrives
+  // when it has issued its products.
+  kFirstTurn = 2,
+  // Of all consumers, while they write zeros for hidden pairs.
+  kZeros = 4,
+  // They arrive when there are no more of these, and the producer waits.
+  kZerosWritten = 5,
+};
+constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;
 
 // One warp.
 template <typename Config>
@@ -96,12 +112,30 @@ struct BackwardProducer {
   uint32_t num_loaded = 0;  // Blocks: the position in both rings.
 
   __device__ __forceinline__ void Run() {
-    ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    if constexpr (Config::kZeroShare > 0) {
+      uint32_t first = blockIdx.x;
+      if (first >= shared.num_workers) {
+        NamedSync(kZerosWritten, kZerosWrittenThreads);
+        if (lane == 0) first = NextWork();
+      }
+      ForEachWork(
+          params.work, lane, shared.item, first, [&] { LoadTile(); },
+          [&] {
+            if (lane == 0) shared.item.number = NextWork();
+          });
+    } else {
+      ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+    }
     Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
     if (lane == 0) {
       shared.tile.num_blocks = -1;
       Arrive(&shared.row_full);
     }
+  }
+
+  // Of all but the first of each worker.
+  __device__ __forceinline__ uint32_t NextWork() const {
+    return shared.num_workers + atomicAdd(&params.work.counter->next_work, 1);
   }
 
   __device__ __forceinline__ void LoadTile() {
@@ -240,9 +274,10 @@ struct BackwardProducer {
   // kPositionAlignment: TMA takes no others.
   __device__ __forceinline__ void LoadBias(int begin) {
     const ScoreTerms& terms = params.terms;
-    if (terms.kind != BiasKind::kTiles) return;
-    const int stage = num_loaded % 2;
-    Wait(&shared.ds_empty[stage], num_loaded / 2 % 2 ^ 1);
+    if constexpr (Config::kAreSlopesAlone) return;
+    if (!Config::kIsBiasAlone && terms.kind != BiasKind::kTiles) return;
+    const int stage = num_loaded % Config::kDsStages;
+    Wait(&shared.ds_empty[stage], num_loaded / Config::kDsStages % 2 ^ 1);
     if (lane == 0) {
       constexpr int kElements = Config::kBlockRows * Config::kBlockColumns;
       ArriveExpectBytes(&shared.bias_full[stage], kElements * sizeof(typename Config::Element));

@@ -7,6 +7,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_TERMS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_TERMS_CUH_
 
+#include "cc/cuda/attention/hidden_pairs.cuh"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 #include "cc/cuda/attention/score_terms.cuh"
@@ -27,10 +28,14 @@ struct BackwardBias<Config, true> {
   // Where rows are queries: [panel of 64 keys][row][64 keys], as TMA writes it.
   alignas(1024) typename Config::Element
       bias[2][Config::kHasBiasStages ? Config::kBlockRows * Config::kBlockColumns : 64];
-  DsInfo ds_info[2];
+  DsInfo ds_info[Config::kDsStages];
+  HiddenShared<(Config::kZeroShare > 0 ? 64 : 1)> hidden;
+  bool has_hidden;       // Pairs, for which zeros are written.
+  uint32_t num_workers;  // Blocks of threads that write none at first.
   // Of these stages, or of those of dS. The producer arrives on `full` with the bias, and consumers
-  // wait; they, and the warp that stores dS, arrive on `empty`, and the producer waits.
-  uint64_t bias_full[2], ds_empty[2];
+  // wait; they, and all lanes of the warp that stores dS, arrive on `empty`, and the producer
+  // waits.
+  uint64_t bias_full[Config::kDsStages], ds_empty[Config::kDsStages];
 };
 
 // One warp: writes the dS of visible pairs to the gradient of the bias, in the order in which
@@ -44,21 +49,41 @@ struct DsStore {
   int lane;
 
   __device__ __forceinline__ void Run(int barrier) {
-    for (int stage = 0;; stage ^= 1) {
-      NamedSync(barrier, Config::kDsThreads);
-      const DsInfo& info = shared.ds_info[stage];
-      if (info.head < 0) break;
+    if constexpr (Config::kDqIsLate) {
       if (params.gradients.dbias != nullptr) {
-        const Element* ds = shared.ds + stage * Config::kBlockRows * kColumns;
-        if (info.block.flags & kMasked) {
-          StoreVisible(info, ds);
-        } else if (lane == 0) {
-          StoreAll(info, ds);
+        for (RingPosition<Config::kDsStages> ring;; ring.Advance()) {
+          Wait(&shared.ds_full[ring.stage], ring.phase);
+          if (shared.ds_info[ring.stage].head < 0) break;
+          Store(ring.stage);
+          Arrive(&shared.ds_empty[ring.stage]);
         }
       }
-      ArriveByWarp(&shared.ds_empty[stage], lane);
+    } else {
+      for (int stage = 0;; stage ^= 1) {
+        NamedSync(barrier, Config::kDsThreads);
+        if (shared.ds_info[stage].head < 0) break;
+        if (params.gradients.dbias != nullptr) Store(stage);
+        Arrive(&shared.ds_empty[stage]);
+      }
     }
     if (lane == 0) WaitReduce();
+  }
+
+  __device__ __forceinline__ void Store(int stage) {
+    const DsInfo& info = shared.ds_info[stage];
+    const Element* ds = shared.ds + stage * Config::kBlockRows * kColumns;
+    if (info.block.flags & kMasked) {
+      StoreVisible(info, ds);
+    } else if (lane == 0) {
+      StoreAll(info, ds);
+    }
+  }
+
+  // Kept in registers, what is made of the index would be live through the whole loop.
+  __device__ __forceinline__ static int LaneAnew() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
   }
 
   __device__ __forceinline__ void StoreAll(const DsInfo& info, const Element* ds) {
@@ -74,6 +99,7 @@ struct DsStore {
   // Four keys a lane, query by query.
   __device__ __forceinline__ void StoreVisible(const DsInfo& info, const Element* ds) {
     static_assert(Config::kBlockRows == 128, "a warp has four keys a lane");
+    const int lane = LaneAnew();
     const ScoreTerms& terms = params.terms;
     auto* row = static_cast<uint16_t*>(params.gradients.dbias) +
                 terms.Offset(info.batch, info.head) + info.block.begin * terms.q_stride +
@@ -88,6 +114,10 @@ struct DsStore {
       const unsigned length = Max(keys.end - keys.begin, 0);
       const uint2 words = *reinterpret_cast<const uint2*>(
           ds + lane / 16 * 64 * kColumns + i * 64 + ((lane % 16 / 2) ^ (i % 8)) * 8 + lane % 2 * 4);
+      if (Config::kIsBiasAlone && first < length && first + 3 < length) {
+        *reinterpret_cast<uint2*>(row) = words;
+        continue;
+      }
       if (first < length) row[0] = words.x;
       if (first + 1 < length) row[1] = words.x >> 16;
       if (first + 2 < length) row[2] = words.y;

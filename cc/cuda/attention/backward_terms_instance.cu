@@ -27,12 +27,27 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   if (deterministic) sums += TileListBytes(shape, kBackwardTiling<Queries>, false);
 
   TermGradients gradients;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(args, sums, options.stream, &gradients));
+  const bool has_cap = args.params.softcap != 0.0f, has_slopes = args.alibi_slopes != nullptr;
+  const bool is_bias_alone =
+      args.bias != nullptr && !has_cap && !has_slopes &&
+      IsBiasInTiles(shape, args.bias_layout, args.dtype) &&
+      (args.dbias == nullptr || !IsDbiasSummed(shape, args.bias_layout, args.dtype));
+  const bool are_slopes_alone = !has_cap && args.bias == nullptr && args.dslopes == nullptr;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(args, sums, /*can_zero_hidden=*/is_bias_alone,
+                                                     options.stream, &gradients));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
       args, kLog2E, sum, statistics, static_cast<WorkCounter*>(first.workspace), options.stream));
   if (shape.k_len > 0) {
-    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<All>(args, num_parts, statistics, sum.data, first,
-                                                   gradients, /*adds_dq=*/!deterministic));
+    auto launch = LaunchBackwardPart<All>;
+    if (is_bias_alone) {
+      launch = LaunchBackwardPart<
+          BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll, Terms::kBias>>;
+    } else if (are_slopes_alone) {
+      launch = LaunchBackwardPart<
+          BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll, Terms::kSlopes>>;
+    }
+    JAX_MAGI_RETURN_IF_BAD(launch(args, num_parts, statistics, sum.data, first, gradients,
+                                  /*adds_dq=*/!deterministic));
   }
   if (deterministic && shape.q_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
@@ -44,9 +59,13 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
 }
 
 template <int kHeadDim, typename Element>
-Tiling BackwardTermsVariant<kHeadDim, Element>::TilingOf(BackwardPart part) {
-  return part == BackwardPart::kQueries
-             ? kBackwardTiling<BackwardTermsConfig<kHeadDim, Element, BackwardPart::kQueries>>
+Tiling BackwardTermsVariant<kHeadDim, Element>::TilingOf(BackwardPart part, bool are_slopes_alone) {
+  if (part == BackwardPart::kQueries) {
+    return kBackwardTiling<BackwardTermsConfig<kHeadDim, Element, BackwardPart::kQueries>>;
+  }
+  using Slopes = BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll, Terms::kSlopes>;
+  return are_slopes_alone
+             ? kBackwardTiling<Slopes>
              : kBackwardTiling<BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll>>;
 }
 

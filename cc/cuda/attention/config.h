@@ -53,6 +53,11 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall
   using Element = Element_;
   static constexpr bool kIsOutFloat = kIsOutFloat_;
   static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
+  static constexpr bool kHasBiasBlocks = false, kIsBiasAlone = false, kAreSlopesAlone = false;
+  static constexpr int kBiasStages = 1, kBiasAhead = 0;
+  // On their way to registers, queries take a stage of the values' ring, and have none of their
+  // own.
+  static constexpr bool kQueriesByValues = false;
   // Blocks of threads that work on the same rows of several query heads of a kv head, and load a
   // part of its keys and values each, for all of them: a panel.
   static constexpr int kClusterSize = kClusterSize_;
@@ -118,6 +123,8 @@ struct BackwardConfig : Tile_ {
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
   static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
+  static constexpr bool kIsBiasAlone = false, kAreSlopesAlone = false;
+  static constexpr int kZeroShare = 0;
   // The kernel that prepares gives -lse in units of scores, not of exponents of 2; and where rows
   // are keys, the product for scores starts there instead of at 0.
   static constexpr bool kStartIsScore = !kHasDq && !kHasSoftcap;
@@ -148,6 +155,8 @@ struct BackwardConfig : Tile_ {
   static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
   static constexpr int kDsThreads = kWarpgroup * kNumConsumers;  // That wait for dS.
+  static constexpr int kDsStages = 2;
+  static constexpr bool kStoresDs = false;  // A warp of its own stores dS.
   // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
   static constexpr bool kRowYInRegisters = kHasDq && !kHasSoftcap && kHeadDim == 64;
   static constexpr bool kNeedsMost =

@@ -9,6 +9,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
 
+#include "cc/cuda/attention/forward_block_terms.cuh"
 #include "cc/cuda/attention/forward_producer.cuh"
 #include "cc/cuda/attention/forward_tile.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
@@ -44,13 +45,15 @@ struct Consumer {
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
+  RingPosition<Config::kBiasStages> bias_ring;  // Where it is not that of keys.
 
   uint32_t q[Config::kQInRegisters ? Config::kHeadDim / 4 : 1];
   float scores[kBlockN / 2];
   uint32_t p[kBlockN / 4];
   float acc[Config::kValueDim / 2];
   RowState state;
-  LogitScale logit;  // Of the block, with terms.
+  LogitScale logit;                                                   // Of the block, with terms.
+  uint32_t bias[Config::kBiasAhead > 0 ? Config::kBiasAhead : 1][4];  // Read ahead.
 
   __device__ __forceinline__ void Run() {
     if constexpr (Config::kHasTerms) {
@@ -101,8 +104,15 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
     if (tile.num_blocks == 0) return ReleaseQueries();
-    if constexpr (Config::kQInRegisters) {
-      LoadQueries();
+    if constexpr (Config::kQueriesByValues) {
+      Wait(&shared.v_full[v_ring.stage], v_ring.phase);
+      LoadQueries(shared.v[v_ring.stage]);
+      ArriveByWarpAtAll<Config::kClusterSize, /*kIsOrdered=*/true>(&shared.v_empty[v_ring.stage],
+                                                                   thread);
+      v_ring.Advance();
+      ReleaseQueries();
+    } else if constexpr (Config::kQInRegisters) {
+      LoadQueries(shared.q[q_ring.stage]);
       ReleaseQueries();
     }
 
@@ -110,6 +120,7 @@ struct Consumer {
     WaitForKeys();
     IssueScores();
     int flags = BlockFlags();
+    if constexpr (Config::kBiasAhead > 0) Terms().ReadAhead();
     WaitWgmma<0>();
     FinishScores(tile, flags);
     Softmax(correction);
@@ -123,6 +134,7 @@ struct Consumer {
       flags = BlockFlags();
       Wait(&shared.v_full[v_ring.stage], v_ring.phase);
       IssueValues();
+      if constexpr (Config::kBiasAhead > 0) Terms().ReadAhead();
       WaitWgmma<1>();
       FinishScores(tile, flags);
       // Asked before the softmax, as the answer takes its time; and the branch after it keeps ptxas
@@ -143,12 +155,12 @@ struct Consumer {
   }
 
   // As wgmma wants them: 16 rows of the warp, 16 dims a step.
-  __device__ __forceinline__ void LoadQueries() {
+  __device__ __forceinline__ void LoadQueries(const Element* source) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 16;
 #pragma unroll
     for (int step = 0; step < Config::kHeadDim / 16; ++step) {
       const int chunk = 2 * (step % 4) + thread % 32 / 16;
-      const Element* panel = shared.q[q_ring.stage] + step / 4 * Config::kBlockM * 64;
+      const Element* panel = source + step / 4 * Config::kBlockM * 64;
       LoadMatrices(panel + row * 64 + (chunk ^ (row % 8)) * 8, q + 4 * step);
     }
   }
@@ -191,98 +203,38 @@ struct Consumer {
   // The scores have arrived: hides what the mask hides, and gives the keys back.
   __device__ __forceinline__ void FinishScores(const TileInfoOf<Config>& tile, int flags) {
     FenceRegisters(scores);
-    if constexpr (Config::kHasTerms) AddTerms(tile);
+    bool is_early = false;
+    if constexpr (Config::kHasBiasBlocks) {
+      is_early = !(flags & kMasked) && !Terms().NeedsBegin();
+      if (is_early) ReleaseKeys();
+    }
+    if constexpr (Config::kHasTerms) Terms().Add(tile);
     if (flags & kMasked) {
       const BlockInfo info = LoadByWarp(shared.block[k_ring.stage]);
       const int rows[2] = {tile.begin + (PackedRow(0) >> Log2PackOf(tile)),
                            tile.begin + (PackedRow(1) >> Log2PackOf(tile))};
       HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
     }
-    ArriveByWarpAtAll<Config::kClusterSize>(&shared.k_empty[k_ring.stage], thread);
+    if (!is_early) ReleaseKeys();
     k_ring.Advance();
   }
 
+  __device__ __forceinline__ void ReleaseKeys() {
+    ArriveByWarpAtAll<Config::kClusterSize>(&shared.k_empty[k_ring.stage], thread);
+  }
+
   __device__ __forceinline__ bool Softmax(float (&correction)[2]) {
-    if constexpr (Config::kHasTerms) {
-      return OnlineSoftmaxOfLogits(scale, logit, state, scores, correction);
+    if constexpr (Config::kIsBiasAlone) {
+      return OnlineSoftmax</*kHasSoftcap=*/false>(scale, state, scores, correction);
+    } else if constexpr (Config::kHasTerms) {
+      constexpr bool kMayHaveCap = !Config::kAreSlopesAlone;
+      return OnlineSoftmaxOfLogits<kMayHaveCap>(scale, logit, state, scores, correction);
     } else {
       return OnlineSoftmax<Config::kHasSoftcap>(scale, state, scores, correction);
     }
   }
 
-  // From products to scores with their terms, and `logit`.
-  __device__ __forceinline__ void AddTerms(const TermsTileInfo& tile) {
-    const ScoreTerms& terms = params.terms;
-    const int thread = this->thread;
-    const int begin = LoadByWarp(shared.block[k_ring.stage].begin);
-    float step = tile.slope;
-    if constexpr (Config::kHasBiasBlocks) {
-      logit.factor = 1.0f;
-      AddBlock(tile, begin);
-    } else if (terms.kind == BiasKind::kByKey) {
-      logit.factor = 1.0f;
-      AddKeyBias();
-    } else {
-      logit.factor = params.softmax_scale;
-      step *= terms.inverse_scale;
-    }
-    logit.offset[0] = logit.offset[1] = 0.0f;
-    if (terms.slopes != nullptr) {
-      const int row = tile.begin + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-      const int distance = begin + 2 * (thread % 4) - row;
-      AddSteps(step, scores);
-      logit.offset[0] = tile.slope * distance;
-      logit.offset[1] = tile.slope * (distance - 8);
-    }
-  }
-
-  // Adds a bias that differs from query to query.
-  __device__ __forceinline__ void AddBlock(const TileInfo& tile, int begin) {
-    const ScoreTerms& terms = params.terms;
-    const int stage = k_ring.stage, thread = this->thread;
-    const float factor = params.softmax_scale;
-    if (terms.kind == BiasKind::kTiles) {
-      Wait(&shared.bias_full[stage], k_ring.phase);
-      const int tile_row = warpgroup * 64 + thread / 32 * 16 + thread % 16;
-      AddPackedBias<Element>(factor, scores, [&](int step, uint32_t* x) {
-        const int chunk = 2 * (step % 4) + thread % 32 / 16;
-        const Element* panel = shared.bias[stage] + step / 4 * Config::kBlockM * 64;
-        LoadMatrices(panel + tile_row * 64 + (chunk ^ (tile_row % 8)) * 8, x);
-      });
-    } else {
-      const int warp_row = warpgroup * 64 + thread / 32 * 16, first_row = tile.begin + warp_row;
-      static_assert(Config::kKStages * sizeof(Element) >= sizeof(float), "the stages are enough");
-      const StagedRows<kBlockN> staged{reinterpret_cast<float*>(shared.bias[0]) +
-                                       warp_row * kBlockN};
-      staged.Copy(static_cast<const float*>(terms.bias) + terms.Offset(tile.batch, tile.head) +
-                      first_row * terms.q_stride,
-                  terms.q_stride, params.q_len - first_row, begin, params.work.num_columns,
-                  thread % 32);
-      staged.Add(factor, thread % 32, scores);
-    }
-  }
-
-  // Adds a bias that is the same for all queries.
-  __device__ __forceinline__ void AddKeyBias() {
-    const int stage = k_ring.stage, pair = thread % 4;
-    const float factor = params.softmax_scale;
-    Wait(&shared.bias_full[stage], k_ring.phase);
-    if (params.terms.is_float || !KeyBiasIsCopied(params)) {
-      const auto* pairs = reinterpret_cast<const float2*>(shared.key_bias[stage]) + pair;
-      AddBias(factor, scores, [&](int i, int, float (&x)[2]) {
-        const float2 bias = pairs[4 * i];
-        x[0] = bias.x;
-        x[1] = bias.y;
-      });
-    } else {
-      const auto* pairs = reinterpret_cast<const uint32_t*>(shared.key_bias[stage]) + pair;
-      AddBias(factor, scores, [&](int i, int, float (&x)[2]) {
-        const float2 bias = UnpackPair<Element>(pairs[4 * i]);
-        x[0] = bias.x;
-        x[1] = bias.y;
-      });
-    }
-  }
+  __device__ __forceinline__ ForwardBlockTerms<Config, Consumer> Terms() { return {*this}; }
 
   __device__ __forceinline__ void FinishValues() {
     FenceRegisters(acc);
@@ -390,7 +342,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitRing(shared.k_full, shared.k_empty, 1, Config::kClusterSize * kConsumers / 32);
     InitRing(shared.v_full, shared.v_empty, 1, Config::kClusterSize * kConsumers / 32);
     if constexpr (Config::kHasTerms) {
-      for (uint64_t& barrier : shared.bias_full) InitBarrier(&barrier, 1);
+      const bool by_lanes = !Config::kHasBiasBlocks && !KeyBiasIsCopied(params);
+      InitRing(shared.bias_full, shared.bias_empty, by_lanes ? 32 : 1,
+               Config::kHasBiasBlocks ? kConsumers / 32 : kConsumers);
     }
     InitBarrier(&shared.work_full, 1);
     InitBarrier(&shared.work_empty, 1);

@@ -17,6 +17,7 @@ struct Producer {
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
+  RingPosition<Config::kBiasStages> bias_ring;
 
   __device__ __forceinline__ void Run() {
     if constexpr (kClusterSize == 1) {
@@ -91,7 +92,7 @@ struct Producer {
       }
       static_cast<TileInfo&>(shared.tile[slot]) = {
           tile.batch, head, num_heads, log2_pack, tile.begin, tile.num_rows, tile.num_blocks};
-      if (tile.num_blocks > 0) {
+      if (!Config::kQueriesByValues && tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
@@ -102,7 +103,28 @@ struct Producer {
         Arrive(&shared.q_full[stage]);
       }
     }
+    if constexpr (Config::kQueriesByValues) LoadQueries();
     LoadBlocks();
+  }
+
+  // To a stage of values, if there are any blocks to come.
+  __device__ __forceinline__ void LoadQueries() {
+    static_assert(sizeof(shared.v[0]) == Config::kBlockM * Config::kHeadDim * 2,
+                  "as large as a stage");
+    const Tile& tile = shared.item.tile;
+    __syncwarp();  // The first lane has written the head.
+    if (tile.num_blocks == 0) return;
+    const int stage = v_ring.stage;
+    Wait(&shared.v_empty[stage], v_ring.phase ^ 1);
+    if (lane == 0) {
+      ArriveExpectBytes(&shared.v_full[stage], sizeof(shared.v[stage]));
+#pragma unroll
+      for (int d = 0; d < Config::kHeadDim; d += 64) {
+        LoadBox(&params.q_map[0], &shared.v_full[stage], shared.v[stage] + d * Config::kBlockM, d,
+                shared.item.head, tile.begin, tile.batch);
+      }
+    }
+    v_ring.Advance();
   }
 
   // How far the tile's log2_pack is above that of one with all rows.
@@ -149,7 +171,7 @@ struct Producer {
       ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
       LoadPanels<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);
     }
-    if constexpr (Config::kHasTerms) LoadBias(stage, begin);
+    if constexpr (Config::kHasTerms && !Config::kAreSlopesAlone) LoadBias(stage, begin);
     k_ring.Advance();
   }
 
@@ -157,8 +179,12 @@ struct Producer {
   // kPositionAlignment: TMA takes no other.
   __device__ __forceinline__ void LoadBias(int stage, int begin) {
     if constexpr (Config::kHasBiasBlocks) {
-      if (params.terms.kind == BiasKind::kTiles && lane == 0) LoadBiasBlock(stage, begin);
+      if (!Config::kIsBiasAlone && params.terms.kind != BiasKind::kTiles) return;
+      Wait(&shared.bias_empty[bias_ring.stage], bias_ring.phase ^ 1);
+      if (lane == 0) LoadBiasBlock(bias_ring.stage, begin);
+      bias_ring.Advance();
     } else if (params.terms.kind == BiasKind::kByKey) {
+      Wait(&shared.bias_empty[stage], k_ring.phase ^ 1);
       if (!KeyBiasIsCopied(params)) {
         LoadKeyBias(stage, begin);
       } else if (lane == 0) {
@@ -179,7 +205,7 @@ struct Producer {
                   shared.bias[stage] + i * Config::kBlockM, begin + i, tile.begin, head, batch);
     }
     // It is in no cache yet, and the ring is too short for the way from memory.
-    const int ahead = begin - Config::kKStages * Config::kBlockN;
+    const int ahead = begin - Config::kBiasStages * Config::kBlockN;
     if (ahead + Config::kBlockN > shared.item.columns.begin) {
 #pragma unroll
       for (int i = 0; i < Config::kBlockN; i += 64) {
@@ -202,7 +228,7 @@ struct Producer {
              &shared.bias_full[stage]);
   }
 
-  // The same, element by element.
+  // The same, element by element, by all lanes.
   __device__ __forceinline__ void LoadKeyBias(int stage, int begin) {
     const ScoreTerms& terms = params.terms;
     __syncwarp();  // The first lane has written the head.
@@ -214,7 +240,7 @@ struct Producer {
       shared.key_bias[stage][i + lane] =
           is_inside ? terms.Load<typename Config::Element>(offset + key) : 0.0f;
     }
-    ArriveByWarp(&shared.bias_full[stage], lane);
+    Arrive(&shared.bias_full[stage]);
   }
 
   __device__ __forceinline__ void LoadValues(int row) {

@@ -1,5 +1,7 @@
 // One variant of the forward kernel for scores with terms; CMakeLists.txt names it.
 
+#include <type_traits>
+
 #include "cc/cuda/attention/forward_launch.cuh"
 #include "cc/cuda/attention/terms_config.h"
 
@@ -10,19 +12,28 @@ Status ForwardTermsVariant<kHeadDim, Element>::Launch(const ForwardArgs& args,
                                                       const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   const bool has_blocks = args.bias != nullptr && !IsBiasByKey(shape, args.bias_layout);
+  const bool has_cap = args.params.softcap != 0.0f, has_slopes = args.alibi_slopes != nullptr;
+  const bool is_bias_alone = args.bias != nullptr && !has_cap && !has_slopes &&
+                             IsBiasInTiles(shape, args.bias_layout, args.dtype);
+  const bool are_slopes_alone = args.bias == nullptr && !has_cap;
+  const auto launch = [&](auto cluster_size) {
+    constexpr int kClusterSize = decltype(cluster_size)::value;
+    const auto launch =
+        is_bias_alone
+            ? LaunchForward<ForwardTermsConfig<kHeadDim, Element, true, kClusterSize, Terms::kBias>>
+        : are_slopes_alone
+            ? LaunchForward<
+                  ForwardTermsConfig<kHeadDim, Element, false, kClusterSize, Terms::kSlopes>>
+        : has_blocks ? LaunchForward<ForwardTermsConfig<kHeadDim, Element, true, kClusterSize>>
+                     : LaunchForward<ForwardTermsConfig<kHeadDim, Element, false, kClusterSize>>;
+    return launch(args, options);
+  };
   if constexpr (kHeadDim == 128) {
     // As without terms. A block of a bias takes as much bandwidth as one of keys or of values.
     const bool has_pairs = shape.num_kv_heads > 0 && shape.group() % 2 == 0;
-    if (options.has_long_tiles && has_pairs) {
-      const auto launch = has_blocks
-                              ? LaunchForward<ForwardTermsConfig<kHeadDim, Element, true, 2>>
-                              : LaunchForward<ForwardTermsConfig<kHeadDim, Element, false, 2>>;
-      return launch(args, options);
-    }
+    if (options.has_long_tiles && has_pairs) return launch(std::integral_constant<int, 2>());
   }
-  const auto launch = has_blocks ? LaunchForward<ForwardTermsConfig<kHeadDim, Element, true>>
-                                 : LaunchForward<ForwardTermsConfig<kHeadDim, Element, false>>;
-  return launch(args, options);
+  return launch(std::integral_constant<int, 1>());
 }
 
 template <int kHeadDim, typename Element>

@@ -60,11 +60,13 @@ template <typename Config>
 struct ForwardBias<Config, true> {
   // [panel of 64 keys][row][64 keys], as TMA writes it.
   alignas(1024) typename Config::Element
-      bias[Config::kKStages][Config::kHasBiasBlocks ? Config::kBlockM * Config::kBlockN : 8];
+      bias[Config::kBiasStages][Config::kHasBiasBlocks ? Config::kBlockM * Config::kBlockN : 8];
   // Of a bias that is the same for all queries: float32, or its own elements as KeyBiasIsCopied
   // says.
-  alignas(16) float key_bias[Config::kKStages][Config::kBlockN];
-  uint64_t bias_full[Config::kKStages];  // Like k_full. It is given back with the keys.
+  alignas(16) float key_bias[Config::kBiasStages][Config::kHasBiasBlocks ? 4 : Config::kBlockN];
+  // Like those of keys. One that is the same for all queries is given back by all threads, as they
+  // read words of it, and written by all lanes of the producer unless it is copied.
+  uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
 };
 
 // One query tile of one head, or of several packed. num_blocks < 0: no more work.
@@ -90,7 +92,8 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   static constexpr int kQStages = Config::kQStages;
   static constexpr int kKStages = Config::kKStages, kVStages = Config::kVStages;
   // TMA's 128-byte swizzle repeats every 1024 bytes.
-  alignas(1024) typename Config::Element q[kQStages][Config::kBlockM * Config::kHeadDim];
+  alignas(1024) typename Config::Element
+      q[kQStages][Config::kQueriesByValues ? 8 : Config::kBlockM * Config::kHeadDim];
   alignas(1024) typename Config::Element k[kKStages][Config::kBlockN * Config::kHeadDim];
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];

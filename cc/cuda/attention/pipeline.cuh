@@ -44,6 +44,9 @@ struct RingPosition {
       phase ^= 1;
     }
   }
+  __device__ __forceinline__ RingPosition Before() const {
+    return stage == 0 ? RingPosition{kStages - 1, phase ^ 1} : RingPosition{stage - 1, phase};
+  }
 };
 
 // One thread arrives for its warp.
@@ -53,13 +56,16 @@ __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
 }
 
 // One thread arrives for its warp at the barrier of each block of threads of its cluster.
-template <int kClusterSize>
+template <int kClusterSize, bool kIsOrdered = false>
 __device__ __forceinline__ void ArriveByWarpAtAll(uint64_t* barrier, int thread) {
   if constexpr (kClusterSize == 1) {
     ArriveByWarp(barrier, thread);
   } else {
     __syncwarp();
-    if (thread % 32 < kClusterSize) ArriveUnorderedAt(barrier, thread % 32);
+    if (thread % 32 < kClusterSize) {
+      const auto arrive = kIsOrdered ? ArriveAt : ArriveUnorderedAt;
+      arrive(barrier, thread % 32);
+    }
   }
 }
 

@@ -128,7 +128,7 @@ struct LogitScale {
 };
 
 // The same as OnlineSoftmax. An inverse cap of 0 is none. state.max is of logits.
-template <int kCount>
+template <bool kMayHaveCap, int kCount>
 __device__ __forceinline__ bool OnlineSoftmaxOfLogits(const SoftmaxScale& scale,
                                                       const LogitScale& logit, RowState& state,
                                                       float (&scores)[kCount],
@@ -142,7 +142,7 @@ __device__ __forceinline__ bool OnlineSoftmaxOfLogits(const SoftmaxScale& scale,
     state.max[r] = MaxOrNan(state.max[r], max[r] * logit.factor + logit.offset[r]);
     offset[r] = logit.offset[r] * scale.log2;
   }
-  if (scale.inverse_cap != 0.0f) {
+  if (kMayHaveCap && scale.inverse_cap != 0.0f) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       scores[i] = Cap(scores[i] * logit.factor + logit.offset[i / 2 % 2], scale);

@@ -3,69 +3,18 @@
 
 #include <algorithm>
 
+#include "cc/cuda/attention/hidden_pairs.cuh"
 #include "cc/cuda/attention/term_gradients.h"
-#include "cc/mask.h"
 
 namespace jax_magi::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 
-// --- Zeros for pairs that no slice shows: the backward kernel writes the others ---
-
-struct HiddenArgs {
-  AttentionShape shape;
-  const Slice* slices;
-  uint16_t* dbias;  // [batch, num_q_heads, q_len, k_len], k_len a multiple of 8.
-};
-
 // One block of threads for each query of the batch, and all its heads.
-__global__ void ZeroHiddenKernel(HiddenArgs args) {
-  constexpr int kMaxRanges = 128;
-  __shared__ Range ranges[kMaxRanges];
-  __shared__ int num_ranges;
-  const AttentionShape& shape = args.shape;
-  const int q_len = static_cast<int>(shape.q_len), k_len = static_cast<int>(shape.k_len);
-  const int num_slices = static_cast<int>(shape.num_slices);
-  const int query = blockIdx.x % q_len;
-  const int64_t batch = blockIdx.x / q_len;
-  const Slice* slices = args.slices + (shape.shared_slices ? 0 : batch * shape.num_slices);
-  const auto visible = [&](int i) {
-    const Slice slice = ClampSlice(slices[i], q_len, k_len);
-    const bool has_query = slice.q_begin <= query && query < slice.q_end;
-    return has_query ? VisibleKeys(slice, query) : Range{0, 0};
-  };
-  if (threadIdx.x == 0) num_ranges = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < num_slices; i += kThreads) {
-    const Range keys = visible(i);
-    if (keys.begin >= keys.end) continue;
-    const int index = atomicAdd(&num_ranges, 1);
-    if (index < kMaxRanges) ranges[index] = keys;
-  }
-  __syncthreads();
-  // With more ranges than that, slices are looked at again for each piece of keys.
-  const bool has_ranges = num_ranges <= kMaxRanges;
-  const int num_looks = has_ranges ? num_ranges : num_slices;
-  for (int key = 8 * threadIdx.x; key < k_len; key += 8 * kThreads) {
-    unsigned shown = 0;  // Which of eight keys.
-    for (int i = 0; i < num_looks; ++i) {
-      const Range keys = has_ranges ? ranges[i] : visible(i);
-      const int begin = Clamp(keys.begin - key, 0, 8), end = Clamp(keys.end - key, 0, 8);
-      if (begin < end) shown |= (1u << end) - (1u << begin);
-    }
-    if (shown == 0xff) continue;
-    uint16_t* row = args.dbias + (batch * shape.num_q_heads * q_len + query) * k_len + key;
-    for (int64_t head = 0; head < shape.num_q_heads; ++head, row += shape.q_len * k_len) {
-      if (shown == 0) {
-        *reinterpret_cast<uint4*>(row) = make_uint4(0, 0, 0, 0);
-      } else {
-        for (int i = 0; i < 8; ++i) {
-          if (!(shown >> i & 1)) row[i] = 0;
-        }
-      }
-    }
-  }
+__global__ void ZeroHiddenKernel(HiddenPairs pairs) {
+  __shared__ HiddenShared<128> shared;
+  ZeroHidden<kThreads>(pairs, blockIdx.x, threadIdx.x, shared, [] { __syncthreads(); });
 }
 
 // --- Sums ---
@@ -120,8 +69,8 @@ __global__ void SumSlopesKernel(const float* moments, float* dslopes, int64_t k_
 
 }  // namespace
 
-cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, cudaStream_t stream,
-                                 TermGradients* gradients) {
+cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, bool can_zero_hidden,
+                                 cudaStream_t stream, TermGradients* gradients) {
   *gradients = {};
   const AttentionShape& shape = args.shape;
   const BiasLayout& layout = args.bias_layout;
@@ -145,9 +94,21 @@ cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, cuda
     return cudaMemsetAsync(args.dbias, 0, count * sizeof(float), stream);
   }
   gradients->dbias = args.dbias;
+  const HiddenPairs pairs{
+      static_cast<uint16_t*>(args.dbias),
+      args.slices,
+      static_cast<int>(shape.batch),
+      static_cast<int>(shape.num_q_heads),
+      static_cast<int>(shape.q_len),
+      static_cast<int>(shape.k_len),
+      static_cast<int>(shape.num_slices),
+      shape.shared_slices || shape.batch == 1 ? 0 : static_cast<int>(shape.num_slices)};
+  if (can_zero_hidden) {
+    gradients->hidden = pairs;
+    return cudaSuccess;
+  }
   const unsigned num_blocks = static_cast<unsigned>(shape.batch * shape.q_len);
-  ZeroHiddenKernel<<<num_blocks, kThreads, 0, stream>>>(
-      HiddenArgs{shape, args.slices, static_cast<uint16_t*>(args.dbias)});
+  ZeroHiddenKernel<<<num_blocks, kThreads, 0, stream>>>(pairs);
   return cudaGetLastError();
 }
 

@@ -9,6 +9,14 @@
 
 namespace jax_magi::cuda {
 
+// A gradient of a bias in which pairs that no slice shows get zeros.
+struct HiddenPairs {
+  uint16_t* dbias;  // [batch, num_heads, q_len, k_len], k_len a multiple of 8.
+  const Slice* slices;
+  int batch, num_heads, q_len, k_len;
+  int num_slices, slice_stride;  // The latter from one batch element to the next.
+};
+
 // What the kernel writes. Null: it is not wanted.
 struct TermGradients {
   void* dbias;  // Of a bias by TMA that nothing shares, in its element type: visible pairs alone.
@@ -16,6 +24,7 @@ struct TermGradients {
   float* dbias_sums;
   // [batch, num_q_heads, k_len]: dS summed over queries, and the same of dS * (j - i). Added to.
   float *key_sums, *key_moments;
+  HiddenPairs hidden;  // Of dbias, if the kernel writes zeros, too.
 };
 
 // Whether the bias is the same for all queries.
@@ -45,8 +54,8 @@ inline int64_t TermGradientsBytes(const AttentionCall& call) {
 
 // Before the kernel: says what it shall write where, and fills with zeros what it will not write,
 // or add to.
-cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, cudaStream_t stream,
-                                 TermGradients* gradients);
+cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, bool can_zero_hidden,
+                                 cudaStream_t stream, TermGradients* gradients);
 
 // After it: sums by key become gradients.
 cudaError_t FinishTermGradients(const BackwardArgs& args, const TermGradients& gradients,

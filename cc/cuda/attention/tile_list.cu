@@ -80,7 +80,7 @@ __device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logit
   WaitForPreviousKernel();
   LetNextKernelStart();
   for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
-  if (threadIdx.x == 0) counter->next_work = 0;
+  if (threadIdx.x == 0) counter->next_work = counter->next_hidden = 0;
 }
 
 __global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max_logits) {

@@ -35,8 +35,9 @@ struct alignas(32) TileList {
 // What a call needs besides: it stands at the workspace's beginning, before the list of a traced
 // mask.
 struct alignas(32) WorkCounter {
-  int32_t next_work;  // Handed out by atomic addition.
-  int32_t padding[7];
+  int32_t next_work;     // Handed out by atomic addition.
+  uint32_t next_hidden;  // The same, of queries for which zeros are written.
+  int32_t padding[6];
 };
 
 // How a variant of a kernel cuts the score matrix.
