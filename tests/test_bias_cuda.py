@@ -113,9 +113,13 @@ def test_slices_at_any_key(head_dim, bias, is_mask_known):
 
 @pytest.mark.parametrize("bias", ["hqk", "h1k", None])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("heads", [(2, 1), (16, 8)])
+@pytest.mark.parametrize("heads", [(4, 2), (16, 8)])
 def test_many_slices(heads, head_dim, bias):
-  """More of them in one row than the kernel that writes zeros keeps in shared memory."""
+  """More of them in one row than the kernel that writes zeros keeps in shared memory.
+
+  The rule compares the largest errors of dslopes. Of two heads, that of the plain computation may
+  be small by chance; ours is that of probabilities in bfloat16 times the distance of keys.
+  """
   check_attention(*many_slices(heads, head_dim, bias), "cuda")
 
 
@@ -219,16 +223,19 @@ def test_batch(shape, k_len):
 # --- properties ---
 
 
-@pytest.mark.parametrize("bias", ["hqk", "h1k", "11k", None])
+@pytest.mark.parametrize(
+  ("bias", "has_alibi"),
+  [("hqk", True), ("hqk", False), ("h1k", True), ("11k", True), (None, True)],
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_deterministic_gradients_are_equal_bit_for_bit(head_dim, bias):
+def test_deterministic_gradients_are_equal_bit_for_bit(head_dim, bias, has_alibi):
   length = 1504
   inputs = make_inputs(
     np.random.default_rng(0),
     DTYPES["bf16"],
     *(length, length, 6, 2, head_dim, head_dim),
     bias=bias,
-    has_alibi=True,
+    has_alibi=has_alibi,
   )
   mask = AttentionMask.from_cu_seqlens([0, 300, 1100, 1101, length], causal=True)
   q, k, v, _, *terms = inputs.all_operands
@@ -318,11 +325,17 @@ def test_many_tiles(head_dim, bias, has_alibi, mask, is_mask_known):
 
 
 @pytest.mark.parametrize(
-  ("bias_dtype", "mask", "deterministic"),
-  [("bf16", "documents", False), ("bf16", "window", True), ("f32", "causal", False)],
+  ("bias_dtype", "has_alibi", "mask", "deterministic"),
+  [
+    ("bf16", True, "documents", False),
+    ("bf16", True, "window", True),
+    ("f32", True, "causal", False),
+    ("bf16", False, "causal", False),
+    ("bf16", False, "documents", True),
+  ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_many_tiles_of_groups(head_dim, bias_dtype, mask, deterministic):
+def test_many_tiles_of_groups(head_dim, bias_dtype, has_alibi, mask, deterministic):
   """The query heads of a kv head by turns in one tile of keys, or in several."""
   length = _THREE_TILES
   inputs = make_inputs(
@@ -331,7 +344,7 @@ def test_many_tiles_of_groups(head_dim, bias_dtype, mask, deterministic):
     *(length, length, 150, 50, head_dim, head_dim),
     bias="hqk",
     bias_dtype=DTYPES[bias_dtype],
-    has_alibi=True,
+    has_alibi=has_alibi,
   )
   check_attention(inputs, _MANY_MASKS[mask](length), "cuda", deterministic=deterministic)
 
@@ -371,9 +384,11 @@ def _head(operands, head):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("bias", ["hqk", "h1k", None])
+@pytest.mark.parametrize(
+  ("bias", "has_alibi"), [("hqk", True), ("hqk", False), ("h1k", True), (None, True)]
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_head_among_others_is_what_it_is_alone(head_dim, bias, deterministic):
+def test_a_head_among_others_is_what_it_is_alone(head_dim, bias, has_alibi, deterministic):
   """Bit for bit, whichever tiles the multiprocessor had before; but dq only if it is deterministic.
 
   This is of heads without a group. A group's dk and dv are sums of parts, and how many there are
@@ -385,7 +400,7 @@ def test_a_head_among_others_is_what_it_is_alone(head_dim, bias, deterministic):
     DTYPES["bf16"],
     *(length, length, heads, heads, head_dim, head_dim),
     bias=bias,
-    has_alibi=True,
+    has_alibi=has_alibi,
   )
   names = ("q", "k", "v", "bias", "alibi_slopes")
   operands = {n: jnp.asarray(getattr(inputs, n)) for n in names if getattr(inputs, n) is not None}
