@@ -31,8 +31,10 @@ __device__ __forceinline__ void WriteZeros(const BackwardParamsOf<Config>& param
   WaitForPreviousKernel();  // It resets the counter.
   constexpr int kThreads = Config::kNumConsumers * kWarpgroup;
   ZeroAllHidden<kThreads>(params.gradients.hidden, &params.work.counter->next_hidden,
-                          threadIdx.x - kWarpgroup, shared.hidden,
-                          [] { NamedSync(kZeros, kThreads); });
+                          threadIdx.x - kWarpgroup, shared.hidden, [] {
+                            __syncwarp();  // A warp comes to a named barrier as one.
+                            NamedSync(kZeros, kThreads);
+                          });
 }
 
 template <typename Config>
@@ -56,6 +58,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 32 * is_stored);
     }
     if constexpr (Config::kZeroShare > 0) {
+      // Slices may be read at once: the kernel before this one has waited for all that came before
+      // it. All blocks of threads must find the same, as it says who begins with which work.
       const HiddenPairs& hidden = params.gradients.hidden;
       shared.has_hidden = hidden.dbias != nullptr && !IsNothingHidden(hidden);
       shared.num_workers = gridDim.x - (shared.has_hidden ? gridDim.x / Config::kZeroShare : 0);

@@ -64,6 +64,7 @@ struct DsStore {
         if (shared.ds_info[stage].head < 0) break;
         if (params.gradients.dbias != nullptr) Store(stage);
         Arrive(&shared.ds_empty[stage]);
+        __syncwarp();  // A warp comes to a named barrier as one.
       }
     }
     if (lane == 0) WaitReduce();
