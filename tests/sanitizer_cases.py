@@ -76,7 +76,7 @@ def _bias_cases():
   # 161 keys are no multiple of 8, and 136 are: such a bias comes by other ways.
   aligned = AttentionMask.from_ranges([[0, 70], [80, 150]], [[0, 136], [3, 90]], [1, 3], k_len=136)
   masks = {"uneven": _UNEVEN, "aligned": aligned}
-  # These are too short for a ring to begin anew.
+  # Those are too short for a ring to begin anew.
   masks |= {f"long_{name}": AttentionMask.causal(150, x.k_len + 864) for name, x in masks.items()}
   for dims, (name, mask), (bias, bias_dtype, has_alibi), deterministic in itertools.product(
     [(64, 64), (128, 128)],
@@ -91,9 +91,8 @@ def _bias_cases():
     ],
     [False, True],
   ):
-    if deterministic and (
-      bias == "1qk" or name.startswith("long")
-    ):  # There is none, or it is the same.
+    # Of such a bias there is no deterministic gradient, and long rings are the same.
+    if deterministic and (bias == "1qk" or name.startswith("long")):
       continue
     kind = f"{bias or 'no'}_bias{'-f32' if bias_dtype else ''}{'-alibi' if has_alibi else ''}"
     terms = {"bias": bias, "bias_dtype": bias_dtype, "has_alibi": has_alibi}

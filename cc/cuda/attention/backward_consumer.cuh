@@ -269,9 +269,7 @@ struct BackwardConsumer {
 
   // From scores, and dP a little later, to dS.
   __device__ __forceinline__ void ProbabilitiesAndGradients(int x_stage) {
-    constexpr bool kMayHaveCap =
-        Config::kHasTerms && !Config::kIsBiasAlone && !Config::kAreSlopesAlone;
-    const bool has_cap = kMayHaveCap && block.scale.inverse_cap != 0.0f;
+    const bool has_cap = Config::kHasAnyTerms && block.scale.inverse_cap != 0.0f;
     if (has_cap) {
       block.CapScores();
     } else {

@@ -27,12 +27,11 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   if (deterministic) sums += TileListBytes(shape, kBackwardTiling<Queries>, false);
 
   TermGradients gradients;
-  const bool has_cap = args.params.softcap != 0.0f, has_slopes = args.alibi_slopes != nullptr;
   const bool is_bias_alone =
-      args.bias != nullptr && !has_cap && !has_slopes &&
-      IsBiasInTiles(shape, args.bias_layout, args.dtype) &&
+      IsBiasAlone(args) &&
       (args.dbias == nullptr || !IsDbiasSummed(shape, args.bias_layout, args.dtype));
-  const bool are_slopes_alone = !has_cap && args.bias == nullptr && args.dslopes == nullptr;
+  const bool are_slopes_alone =
+      AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(args, sums, /*can_zero_hidden=*/is_bias_alone,
                                                      options.stream, &gradients));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(

@@ -123,7 +123,7 @@ struct BackwardConfig : Tile_ {
   static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
   static constexpr bool kHasDq = kPart == BackwardPart::kAll;
   static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
-  static constexpr bool kIsBiasAlone = false, kAreSlopesAlone = false;
+  static constexpr bool kIsBiasAlone = false, kAreSlopesAlone = false, kHasAnyTerms = false;
   static constexpr int kZeroShare = 0;
   // The kernel that prepares gives -lse in units of scores, not of exponents of 2; and where rows
   // are keys, the product for scores starts there instead of at 0.

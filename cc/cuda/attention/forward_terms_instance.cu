@@ -12,10 +12,9 @@ Status ForwardTermsVariant<kHeadDim, Element>::Launch(const ForwardArgs& args,
                                                       const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
   const bool has_blocks = args.bias != nullptr && !IsBiasByKey(shape, args.bias_layout);
-  const bool has_cap = args.params.softcap != 0.0f, has_slopes = args.alibi_slopes != nullptr;
-  const bool is_bias_alone = args.bias != nullptr && !has_cap && !has_slopes &&
-                             IsBiasInTiles(shape, args.bias_layout, args.dtype);
-  const bool are_slopes_alone = args.bias == nullptr && !has_cap;
+  const bool is_bias_alone = IsBiasAlone(args);
+  const bool are_slopes_alone = AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr,
+                                               /*wants_dslopes=*/false);
   const auto launch = [&](auto cluster_size) {
     constexpr int kClusterSize = decltype(cluster_size)::value;
     const auto launch =

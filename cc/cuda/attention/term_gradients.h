@@ -44,6 +44,11 @@ inline bool IsDbiasSummed(const AttentionShape& shape, const BiasLayout& layout,
   return !IsBiasByKey(shape, layout) && (is_shared || !IsBiasInTiles(shape, layout, dtype));
 }
 
+// Whether there is nothing besides slopes to add to scores, no cap, and no gradient of slopes.
+inline bool AreSlopesAlone(bool has_cap, bool has_bias, bool wants_dslopes) {
+  return !has_cap && !has_bias && !wants_dslopes;
+}
+
 // Bytes of workspace, for sums by key.
 inline int64_t TermGradientsBytes(const AttentionCall& call) {
   const AttentionShape& shape = call.shape;

@@ -54,22 +54,23 @@ struct BackwardTermsConfig : BackwardConfig<kHeadDim_, Element_, /*kHasSoftcap=*
   static constexpr bool kHasTerms = true;
   static constexpr bool kIsBiasAlone = kTerms == Terms::kBias;
   static constexpr bool kAreSlopesAlone = kTerms == Terms::kSlopes;
+  static constexpr bool kHasAnyTerms = kTerms == Terms::kAny;
   static constexpr bool kStartIsScore = false, kStartsScores = false, kTakesTurns = false;
   // The warp that stores dS takes part in the consumers' barrier where dQ is not late.
-  static constexpr bool kDqIsLate = kTerms != Terms::kAny;
+  static constexpr bool kDqIsLate = !kHasAnyTerms;
   // A late dQ keeps dS one block longer: the bias needs another place. They are those of queries.
-  static constexpr int kDsStages = kDqIsLate && kTerms == Terms::kBias ? 3 : 2;
+  static constexpr int kDsStages = kIsBiasAlone ? 3 : 2;
   static_assert(kDsStages == 2 ||
                     kDsStages == BackwardTermsTile<kHeadDim_, kPart, kTerms>::kXStages,
                 "dS is where queries are");
   // One of so many blocks of threads writes zeros for hidden pairs before it works on others. When
   // there is no work left, all write what is left of them.
-  static constexpr int kZeroShare = kTerms == Terms::kBias ? 20 : 0;
-  static constexpr bool kStoresDs = kPart == BackwardPart::kAll && kTerms != Terms::kSlopes;
+  static constexpr int kZeroShare = kIsBiasAlone ? 20 : 0;
+  static constexpr bool kStoresDs = kPart == BackwardPart::kAll && !kAreSlopesAlone;
   static constexpr bool kReadAhead = false;  // There are no registers for it.
   // With 64 dims, consumers can spare what the producer needs for the bias.
   static constexpr bool kNeedsMost =
-      (kHeadDim_ == 128 || kTerms == Terms::kSlopes) && kPart != BackwardPart::kQueries;
+      (kHeadDim_ == 128 || kAreSlopesAlone) && kPart != BackwardPart::kQueries;
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
   // Threads that wait for dS: all consumers, and the warp that stores it.

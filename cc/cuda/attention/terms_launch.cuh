@@ -38,6 +38,14 @@ inline Status CheckTerms(const ScoreTerms& terms) {
           __LINE__};
 }
 
+// Whether a bias in tiles is all that is added to scores, and there is no cap. Of a ForwardArgs or
+// BackwardArgs.
+template <typename Args>
+bool IsBiasAlone(const Args& args) {
+  return args.bias != nullptr && args.params.softcap == 0.0f && args.alibi_slopes == nullptr &&
+         IsBiasInTiles(args.shape, args.bias_layout, args.dtype);
+}
+
 // For boxes of 64 keys of `box_queries` queries of a bias, or of its gradient, with this layout.
 inline Status MakeBiasMap(const AttentionShape& shape, const BiasLayout& layout, const void* bias,
                           int box_queries, CUtensorMap* map) {
