@@ -11,6 +11,10 @@ namespace jax_magi::cuda {
 // Mask elements are uint8_t (a boolean), what x has, or float; or there is none.
 struct NoMask {};
 
+// Whether its part of a row takes no more registers than that of x.
+template <typename Element, typename Mask>
+constexpr bool kIsMaskShort = std::is_same_v<Mask, NoMask> || sizeof(Mask) <= sizeof(Element);
+
 // Where a thread's row is.
 struct RowPlace {
   bool is_active;  // Else it has no row, and takes part in reductions only.

@@ -114,6 +114,11 @@ struct Row {
   Range touched = {0, 0};  // Some of it is visible.
   Range clean = {0, 0};    // All of it is visible.
 
+  // No vectors. What else it is needs no registers.
+  __device__ __forceinline__ void Clear() {
+    count = num_in_array = 0;
+    visible = inside = touched = clean = {0, 0};
+  }
   __device__ __forceinline__ int Column(int v) const { return v * kSize - shift; }
   __device__ __forceinline__ bool IsAligned() const { return inside.end == count && shift == 0; }
 };

@@ -55,15 +55,16 @@ struct Spread {
 template <typename... kSpreads>
 struct SpreadList {};
 
-// A warp a row where it can be: its reductions need no barrier. Beyond, eight vectors a thread; but
-// where there is but one array to read, four, as more threads hide each other's barriers.
+// A warp a row where it can be: its reductions need no barrier. Beyond, four vectors a thread, as
+// more threads hide each other's barriers; but eight where two arrays are read, or a mask that is
+// longer than x.
 using Spreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>, Spread<32, 8>,
                            Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
-using SpreadsOfOneArray = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
-                                     Spread<64, 4>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
+using ShortSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
+                                Spread<64, 4>, Spread<128, 4>, Spread<256, 4>, Spread<512, 4>>;
 
-template <typename Mask>
-using ForwardSpreads = std::conditional_t<std::is_same_v<Mask, NoMask>, SpreadsOfOneArray, Spreads>;
+template <typename Element, typename Mask>
+using ForwardSpreads = std::conditional_t<kIsMaskShort<Element, Mask>, ShortSpreads, Spreads>;
 
 // Calls `launch` with the first spread that holds a row; with no vectors if none does.
 template <typename LaunchFn, typename First, typename... Rest>
@@ -79,7 +80,7 @@ Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchF
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
   return WithSpread(
-      ForwardSpreads<Mask>{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
+      ForwardSpreads<Element, Mask>{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
         constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
         if constexpr (kVectors == 0) {
           return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads,

@@ -59,8 +59,8 @@ constexpr int BlockThreads(int threads_per_row) {
 constexpr int MinBlocks(int threads_per_row, int num_threads) {
   return num_threads / BlockThreads(threads_per_row);
 }
-template <typename Mask, int kVectors>
-constexpr int kForwardThreads = std::is_same_v<Mask, NoMask> && kVectors <= 4 ? 1024 : 512;
+template <typename Element, typename Mask, int kVectors>
+constexpr int kForwardThreads = kIsMaskShort<Element, Mask> && kVectors <= 4 ? 1024 : 512;
 
 // --- Reductions over the threads of a row ---
 
@@ -71,26 +71,62 @@ struct SumOp {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
-// The same in all threads of the row. A block calls this once for each Op: it has one array of
-// partial results for each, and does not wait until that has been read.
+// Over the warp's threads of the row: the same in all of them.
 template <int kThreads, typename Op>
-__device__ __forceinline__ float ReduceRow(float x, Op op) {
+__device__ __forceinline__ float ReduceInWarp(float x, Op op) {
 #pragma unroll
   for (int distance = (kThreads < 32 ? kThreads : 32) / 2; distance > 0; distance /= 2) {
     x = op(x, __shfl_xor_sync(~0u, x, distance));
   }
+  return x;
+}
+
+// Each warp gives an x, and thread i of a warp takes that of warp i of its row, modulo their number.
+// A block calls this once: it does not wait until all have taken theirs.
+template <int kThreads, typename T>
+__device__ __forceinline__ T ExchangeByWarps(const T& x) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ T partial[BlockThreads(kThreads) / 32];
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  __syncthreads();
+  return partial[threadIdx.x / kThreads * kWarps + threadIdx.x % kWarps];
+}
+
+// The sum over all threads of the row, in each.
+template <int kThreads>
+__device__ __forceinline__ float SumOfRow(float x) {
+  x = ReduceInWarp<kThreads>(x, SumOp{});
   if constexpr (kThreads > 32) {
-    constexpr int kWarps = kThreads / 32;
-    __shared__ float partial[BlockThreads(kThreads) / 32];
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = partial[threadIdx.x / kThreads * kWarps + threadIdx.x % kWarps];
-#pragma unroll
-    for (int distance = kWarps / 2; distance > 0; distance /= 2) {
-      x = op(x, __shfl_xor_sync(~0u, x, distance));
-    }
+    x = ReduceInWarp<kThreads / 32>(ExchangeByWarps<kThreads>(x), SumOp{});
   }
   return x;
+}
+
+// Subtracted from scores; finite for a row that sees nothing, or -inf - -inf would make NaN.
+__device__ __forceinline__ float Reference(float largest) {
+  return largest == -INFINITY ? 0.0f : largest;
+}
+
+// A sum of exponentials of scores, relative to Reference(largest).
+struct ExpSum {
+  float largest, sum;
+
+  // The same, relative to another.
+  __device__ __forceinline__ float RelativeTo(float reference, float after) const {
+    return sum * Exp2((largest - reference) * after);
+  }
+};
+
+// From what the threads of a warp have, relative to their largest score, to that of the row.
+template <int kThreads>
+__device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
+  own.sum = ReduceInWarp<kThreads>(own.sum, SumOp{});
+  if constexpr (kThreads <= 32) return own;
+  constexpr int kWarps = kThreads / 32;
+  const ExpSum other = ExchangeByWarps<kThreads>(own);
+  const float largest = ReduceInWarp<kWarps>(other.largest, MaxOp{});
+  const float sum = other.RelativeTo(Reference(largest), after);
+  return {largest, ReduceInWarp<kWarps>(sum, SumOp{})};
 }
 
 // --- Forward ---
@@ -119,8 +155,10 @@ __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, 
 template <int kSize>
 __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_active, uint32_t row,
                                              uint32_t q) {
-  if (!is_active) return {};
-  return MakeRow<kSize>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
+  Row<kSize> r =
+      MakeRow<kSize>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
+  if (!is_active) r.Clear();
+  return r;
 }
 
 // Scores of vectors first, first + kThreads, ... before ScoreScale::after; -inf where hidden, and
@@ -174,11 +212,6 @@ __device__ __forceinline__ float LoadScores(const SoftmaxForwardParams& params,
   return largest;
 }
 
-// Subtracted from scores; finite for a row that sees nothing, or -inf - -inf would make NaN.
-__device__ __forceinline__ float Reference(float largest) {
-  return largest == -INFINITY ? 0.0f : largest;
-}
-
 // What a row's exponentials are multiplied with. `sum` is their sum, without the offset's.
 __device__ __forceinline__ float FinishRow(const SoftmaxForwardParams& params,
                                            const RowPlace& place, float offset, float reference,
@@ -198,7 +231,7 @@ __device__ __forceinline__ float GetOffset(const SoftmaxForwardParams& params,
 
 template <typename Element, typename Mask, int kThreads, int kVectors>
 __global__ void __launch_bounds__(BlockThreads(kThreads),
-                                  MinBlocks(kThreads, kForwardThreads<Mask, kVectors>))
+                                  MinBlocks(kThreads, kForwardThreads<Element, Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
   constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
@@ -211,11 +244,14 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   float x[kVectors][kSize];  // Scores, then their exponentials.
   Element* y = static_cast<Element*>(params.y);
   const auto store_hidden = [&] { StoreHidden<Element, kThreads, kVectors>(y, row, thread); };
-  const float largest = LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/false>(
+  float largest = LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/false>(
       params, row, mask, thread, offset, x, [&] {
         if constexpr (!kHasMask) store_hidden();
       });
-  const float reference = Reference(ReduceRow<kThreads>(largest, MaxOp{}));
+  // Each warp takes exponentials relative to its own largest score: all of them are known only
+  // after a barrier, and one is enough.
+  largest = ReduceInWarp<kThreads>(largest, MaxOp{});
+  const float warp_reference = Reference(largest);
 
   float sum = 0.0f;
 #pragma unroll
@@ -223,16 +259,18 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
     if (!Contains(row.touched, thread + i * kThreads)) continue;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
-      x[i][e] = Exp2((x[i][e] - reference) * params.scale.after);
+      x[i][e] = Exp2((x[i][e] - warp_reference) * params.scale.after);
       sum += x[i][e];
     }
   }
-  sum = ReduceRow<kThreads>(sum, SumOp{});
-  const float inverse =
-      FinishRow(params, place, offset, reference, sum, place.is_active && thread == 0);
+  const ExpSum total = SumOfRow<kThreads>({largest, sum}, params.scale.after);
+  const float reference = Reference(total.largest);
+  float factor =
+      FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
+  if (kThreads > 32) factor = ExpSum{largest, factor}.RelativeTo(reference, params.scale.after);
   if constexpr (kHasMask) store_hidden();  // Not before: a mask leaves no registers for it.
   StoreVectors<Element, kThreads, kVectors>(y, row, thread,
-                                            [&](int i, int e) { return x[i][e] * inverse; });
+                                            [&](int i, int e) { return x[i][e] * factor; });
 }
 
 // A chunk of a long row is so many vectors a thread.
@@ -269,11 +307,12 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
     }
     largest = new_largest;
   }
-  const float reference = Reference(ReduceRow<kThreads>(fmaxf(largest, offset), MaxOp{}));
-  sum *= Exp2((largest - reference) * params.scale.after);
-  sum = ReduceRow<kThreads>(sum, SumOp{});
+  const float warp_largest = ReduceInWarp<kThreads>(fmaxf(largest, offset), MaxOp{});
+  sum = ExpSum{largest, sum}.RelativeTo(Reference(warp_largest), params.scale.after);
+  const ExpSum total = SumOfRow<kThreads>({warp_largest, sum}, params.scale.after);
+  const float reference = Reference(total.largest);
   const float inverse =
-      FinishRow(params, place, offset, reference, sum, place.is_active && thread == 0);
+      FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   // Each thread reads again what it writes, and all have read once: right in place, too.
   for (int chunk = 0; chunk < row.count; chunk += kStep) {
     LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/true>(
@@ -353,7 +392,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 51
   Gradients<Element, kThreads, kVectors> gradients;
   gradients.template Load<Reuse::kNone>(params, row, thread);
   gradients.StoreZeros(params, row, thread);
-  const float dot = ReduceRow<kThreads>(gradients.Dot(row, thread), SumOp{});
+  const float dot = SumOfRow<kThreads>(gradients.Dot(row, thread));
   if (params.dot != nullptr && thread == 0 && index < params.rows.num_rows) params.dot[index] = dot;
   gradients.Store(params, row, thread, dot);
 }
@@ -371,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
     gradients.StoreZeros(params, row, chunk + thread);
     dot += gradients.Dot(row, chunk + thread);
   }
-  dot = ReduceRow<kThreads>(dot, SumOp{});
+  dot = SumOfRow<kThreads>(dot);
   if (params.dot != nullptr && thread == 0) params.dot[blockIdx.x] = dot;
   for (int chunk = 0; chunk < row.count; chunk += kStep) {
     gradients.template Load<Reuse::kNone>(params, row, chunk + thread);
