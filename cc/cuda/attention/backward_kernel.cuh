@@ -30,11 +30,12 @@ __device__ __forceinline__ void WriteZeros(const BackwardParamsOf<Config>& param
                                            BackwardShared<Config>& shared) {
   WaitForPreviousKernel();  // It resets the counter.
   constexpr int kThreads = Config::kNumConsumers * kWarpgroup;
+  const auto sync = [] {
+    __syncwarp();  // A warp comes to a named barrier as one.
+    NamedSync(kZeros, kThreads);
+  };
   ZeroAllHidden<kThreads>(params.gradients.hidden, &params.work.counter->next_hidden,
-                          threadIdx.x - kWarpgroup, shared.hidden, [] {
-                            __syncwarp();  // A warp comes to a named barrier as one.
-                            NamedSync(kZeros, kThreads);
-                          });
+                          threadIdx.x - kWarpgroup, shared.hidden, sync, shared.column_x[0]);
 }
 
 template <typename Config>

@@ -14,6 +14,7 @@
 #include "cc/cuda/attention/forward_tile.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
 #include "cc/cuda/attention/store.cuh"
+#include "cc/cuda/attention/wgmma.cuh"
 
 namespace jax_magi::cuda {
 
