@@ -71,13 +71,28 @@ struct DsStore {
   }
 
   __device__ __forceinline__ void Store(int stage) {
-    const DsInfo& info = shared.ds_info[stage];
-    const Element* ds = shared.ds + stage * Config::kBlockRows * kColumns;
-    if (info.block.flags & kMasked) {
-      StoreVisible(info, ds);
-    } else if (lane == 0) {
-      StoreAll(info, ds);
+#pragma unroll 1
+    for (int i = 0; i < Config::kBlockRows; i += 64) {
+      const DsInfo& info = shared.ds_info[stage];
+      const Element* ds = shared.ds + (stage * Config::kBlockRows + i) * kColumns;
+      if ((info.block.flags & kMasked) && !IsPanelClean(info, info.row_begin + i)) {
+        StoreVisible(info, info.row_begin + i, ds);
+      } else if (LaneAnew() == 0) {
+        StoreBoxOnce(&params.dbias_map, ds, info.row_begin + i, info.block.begin, info.head,
+                     info.batch);
+        CommitReduce();
+      }
     }
+    if (LaneAnew() == 0) WaitReduceRead();
+  }
+
+  // Whether every query of the block sees all of 64 keys.
+  __device__ __forceinline__ static bool IsPanelClean(const DsInfo& info, int first_key) {
+    const Slice& slice = info.block.slice;
+    const Range queries{info.block.begin, info.block.begin + kColumns};
+    if (queries.begin < slice.k_begin || queries.end > slice.k_end) return false;
+    const Range clean = CleanRows(slice, queries);
+    return clean.begin <= first_key && first_key + 64 <= clean.end;
   }
 
   // Kept in registers, what is made of the index would be live through the whole loop.
@@ -87,42 +102,30 @@ struct DsStore {
     return lane;
   }
 
-  __device__ __forceinline__ void StoreAll(const DsInfo& info, const Element* ds) {
-#pragma unroll
-    for (int i = 0; i < Config::kBlockRows; i += 64) {
-      StoreBoxOnce(&params.dbias_map, ds + i * kColumns, info.row_begin + i, info.block.begin,
-                   info.head, info.batch);
-    }
-    CommitReduce();
-    WaitReduceRead();
-  }
-
-  // Four keys a lane, query by query.
-  __device__ __forceinline__ void StoreVisible(const DsInfo& info, const Element* ds) {
-    static_assert(Config::kBlockRows == 128, "a warp has four keys a lane");
-    const int lane = LaneAnew();
+  // Of 64 keys: eight a lane, four queries at a time.
+  __device__ __forceinline__ void StoreVisible(const DsInfo& info, int first_key,
+                                               const Element* ds) {
+    const Slice& slice = info.block.slice;
     const ScoreTerms& terms = params.terms;
+    const int key = first_key + 8 * (LaneAnew() % 8);
     auto* row = static_cast<uint16_t*>(params.gradients.dbias) +
-                terms.Offset(info.batch, info.head) + info.block.begin * terms.q_stride +
-                info.row_begin + 4 * lane;
+                terms.Offset(info.batch, info.head) +
+                (info.block.begin + LaneAnew() / 8) * terms.q_stride + key;
 #pragma unroll 1
-    for (int i = 0; i < kColumns; ++i, row += terms.q_stride) {
+    for (int i = LaneAnew() / 8; i < kColumns; i += 4, row += 4 * terms.q_stride) {
       const int query = info.block.begin + i;
-      if (query < info.block.slice.k_begin || query >= info.block.slice.k_end) continue;
-      const Range keys = VisibleRows(info.block.slice, query);
-      // One unsigned comparison tests both ends.
-      const unsigned first = info.row_begin + 4 * lane - keys.begin;
-      const unsigned length = Max(keys.end - keys.begin, 0);
-      const uint2 words = *reinterpret_cast<const uint2*>(
-          ds + lane / 16 * 64 * kColumns + i * 64 + ((lane % 16 / 2) ^ (i % 8)) * 8 + lane % 2 * 4);
-      if (Config::kIsBiasAlone && first < length && first + 3 < length) {
-        *reinterpret_cast<uint2*>(row) = words;
+      if (query < slice.k_begin || query >= slice.k_end) continue;
+      const Range keys = VisibleRows(slice, query);
+      const int begin = Max(keys.begin - key, 0), end = Min(keys.end - key, 8);
+      const Element* source = ds + i * 64 + ((LaneAnew() % 8) ^ (i % 8)) * 8;
+      if (begin == 0 && end == 8) {
+        *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(source);
         continue;
       }
-      if (first < length) row[0] = words.x;
-      if (first + 1 < length) row[1] = words.x >> 16;
-      if (first + 2 < length) row[2] = words.y;
-      if (first + 3 < length) row[3] = words.y >> 16;
+#pragma unroll 1
+      for (int e = begin; e < end; ++e) {
+        row[e] = reinterpret_cast<const uint16_t*>(source)[e];
+      }
     }
   }
 };

@@ -145,9 +145,6 @@ struct Producer {
     constexpr bool kAlignsEnd = Config::kHasTerms;
     const auto load = [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
-      if constexpr (Config::kHasTerms) {
-        if (lane == 0) shared.item.columns.begin = keys.begin;
-      }
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN) {
         const bool is_first = remaining == tile.num_blocks;
         --remaining;
@@ -203,15 +200,6 @@ struct Producer {
     for (int i = 0; i < Config::kBlockN; i += 64) {
       LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
                   shared.bias[stage] + i * Config::kBlockM, begin + i, tile.begin, head, batch);
-    }
-    // It is in no cache yet, and the ring is too short for the way from memory.
-    const int ahead = begin - Config::kBiasStages * Config::kBlockN;
-    if (ahead + Config::kBlockN > shared.item.columns.begin) {
-#pragma unroll
-      for (int i = 0; i < Config::kBlockN; i += 64) {
-        if (ahead + i + 64 <= 0) continue;
-        PrefetchBoxOnce(&params.bias_map, ahead + i, tile.begin, head, batch);
-      }
     }
   }
 
