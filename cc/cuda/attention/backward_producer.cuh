@@ -287,16 +287,6 @@ struct BackwardProducer {
                     shared.ds + stage * kElements + i * Config::kBlockColumns,
                     shared.item.tile.begin + i, begin, BiasHead(), BiasBatch());
       }
-      // It is in no cache yet, and the ring is too short for the way from memory.
-      const int ahead = begin - 2 * Config::kBlockColumns;
-      if (ahead >= shared.item.columns.begin) {
-#pragma unroll
-        for (int i = 0; i < Config::kBlockRows; i += 64) {
-          if (shared.item.tile.begin + i >= params.work.num_rows) continue;
-          PrefetchBoxOnce(&params.bias_map, shared.item.tile.begin + i, ahead, BiasHead(),
-                          BiasBatch());
-        }
-      }
     }
   }
 

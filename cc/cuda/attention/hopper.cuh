@@ -201,15 +201,6 @@ __device__ __forceinline__ void LoadBoxOnce(const CUtensorMap* map, uint64_t* ba
       "l"(OncePolicy())
       : "memory");
 }
-// Has such a box brought to the L2 cache.
-__device__ __forceinline__ void PrefetchBoxOnce(const CUtensorMap* map, int dim, int head, int row,
-                                                int batch) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile.L2::cache_hint"
-      " [%0, {%1, %2, %3, %4}], %5;" ::"l"(map),
-      "r"(dim), "r"(head), "r"(row), "r"(batch), "l"(OncePolicy())
-      : "memory");
-}
 
 // Loads a box, to the same place in each block of threads of the cluster whose bit is set in
 // `ranks`.
