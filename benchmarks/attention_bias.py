@@ -1,7 +1,6 @@
 """Times the CUDA kernels with a bias and with ALiBi slopes, beside without and beside cuDNN.
 
-A bias is bf16, `[heads, tokens, tokens]`, and its gradient is computed; slopes have none. Calls in
-a row make a GPU lower its clock, the more so with a bias: it is also timed rested.
+A bias is bf16, `[heads, tokens, tokens]`, and its gradient is computed; slopes have none.
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ def _cudnn(is_causal: bool) -> Callable:
   return fun
 
 
-def _sustained(fun: Callable, *operands) -> float:
-  return timing.seconds(fun, *operands, min_calls=3, budget=0.06)
-
-
-def _times(fun: Callable, operands: tuple, seconds: Callable = _sustained) -> tuple[float, float]:
+def _times(fun: Callable, operands: tuple) -> tuple[float, float]:
   """Seconds of a forward pass, and of a backward pass alone."""
-  forward = seconds(jax.jit(fun), *operands)
+  forward = timing.seconds(jax.jit(fun), *operands, min_calls=3, budget=0.06)
   out, vjp = jax.jit(lambda *x: jax.vjp(fun, *x))(*operands)
   dout = jax.random.normal(jax.random.key(1), out.shape, out.dtype)
-  backward = seconds(jax.jit(lambda vjp, x: vjp(x)), vjp, dout)
+  backward = timing.seconds(jax.jit(lambda vjp, x: vjp(x)), vjp, dout, min_calls=3, budget=0.06)
   return forward, backward
 
 
@@ -67,17 +62,11 @@ def time_bias(lengths: list[int]) -> list[dict]:
         "cudnn_bias": _times(_cudnn(name == "causal"), (q, k, v, bias)),
         "none_again": _times(_ours(mask), (q, k, v)),
       }
-      rested = {
-        "none": _times(_ours(mask), (q, k, v), timing.rested_seconds),
-        "bias": _times(_ours(mask), (q, k, v, bias), timing.rested_seconds),
-      }
       for i, direction in enumerate(("forward", "backward")):
         row = {"length": length, "mask": name, "pass": direction}
         row |= {f"{kind}_ms": 1e3 * pair[i] for kind, pair in times.items()}
-        row |= {f"{kind}_rested_ms": 1e3 * pair[i] for kind, pair in rested.items()}
         rows.append(row)
         base = (row["none_ms"] + row["none_again_ms"]) / 2
         ratios = "  ".join(f"{kind} {1e3 * pair[i] / base:5.2f}x" for kind, pair in times.items())
-        ratios += f"  bias_rested {rested['bias'][i] / rested['none'][i]:5.2f}x"
         print(f"  {length:6} {name:7} {direction:9} {base:7.3f} ms  {ratios}", flush=True)
   return rows

@@ -30,17 +30,3 @@ def seconds(
     jax.block_until_ready(result)
     times.append((time.perf_counter() - start) / count)
   return statistics.median(times)
-
-
-def rested_seconds(fun: Callable, *arguments: Any, rest: float = 0.3, repeats: int = 3) -> float:
-  """The same of four calls after a rest: before its power makes a device lower its clock."""
-  times = []
-  for _ in range(repeats):
-    jax.block_until_ready(fun(*arguments))
-    time.sleep(rest)
-    start = time.perf_counter()
-    for _ in range(4):
-      result = fun(*arguments)
-    jax.block_until_ready(result)
-    times.append((time.perf_counter() - start) / 4)
-  return statistics.median(times)
