@@ -121,12 +121,13 @@ struct ExpSum {
 template <int kThreads>
 __device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
   own.sum = ReduceInWarp<kThreads>(own.sum, SumOp{});
-  if constexpr (kThreads <= 32) return own;
-  constexpr int kWarps = kThreads / 32;
-  const ExpSum other = ExchangeByWarps<kThreads>(own);
-  const float largest = ReduceInWarp<kWarps>(other.largest, MaxOp{});
-  const float sum = other.RelativeTo(Reference(largest), after);
-  return {largest, ReduceInWarp<kWarps>(sum, SumOp{})};
+  if constexpr (kThreads > 32) {
+    constexpr int kWarps = kThreads / 32;
+    const ExpSum other = ExchangeByWarps<kThreads>(own);
+    own.largest = ReduceInWarp<kWarps>(other.largest, MaxOp{});
+    own.sum = ReduceInWarp<kWarps>(other.RelativeTo(Reference(own.largest), after), SumOp{});
+  }
+  return own;
 }
 
 // --- Forward ---
