@@ -81,8 +81,8 @@ __device__ __forceinline__ float ReduceInWarp(float x, Op op) {
   return x;
 }
 
-// Each warp gives an x, and thread i of a warp takes that of warp i of its row, modulo their number.
-// A block calls this once: it does not wait until all have taken theirs.
+// Each warp gives an x, and thread i of a warp takes that of warp i of its row, modulo their
+// number. A block calls this once: it does not wait until all have taken theirs.
 template <int kThreads, typename T>
 __device__ __forceinline__ T ExchangeByWarps(const T& x) {
   constexpr int kWarps = kThreads / 32;
