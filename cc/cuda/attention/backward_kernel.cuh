@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
     if constexpr (Config::kStoresDs) {
       if (warp == 3) {
-        DsStore<Config, BackwardTermsParams, BackwardShared<Config>>{params, shared, thread % 32}
-            .Run(kDsWritten);
+        DsStore<Config, BackwardTermsParams, BackwardShared<Config>>{params, shared}.Run(
+            kDsWritten);
       }
     }
   } else {

@@ -46,7 +46,6 @@ struct DsStore {
   static constexpr int kColumns = Config::kBlockColumns;
   const Params& params;
   Shared& shared;
-  int lane;
 
   __device__ __forceinline__ void Run(int barrier) {
     if constexpr (Config::kDqIsLate) {
@@ -67,7 +66,7 @@ struct DsStore {
         __syncwarp();  // A warp comes to a named barrier as one.
       }
     }
-    if (lane == 0) WaitReduce();
+    if (LaneAnew() == 0) WaitReduce();
   }
 
   __device__ __forceinline__ void Store(int stage) {
@@ -75,24 +74,16 @@ struct DsStore {
     for (int i = 0; i < Config::kBlockRows; i += 64) {
       const DsInfo& info = shared.ds_info[stage];
       const Element* ds = shared.ds + (stage * Config::kBlockRows + i) * kColumns;
-      if ((info.block.flags & kMasked) && !IsPanelClean(info, info.row_begin + i)) {
-        StoreVisible(info, info.row_begin + i, ds);
+      const int key = info.row_begin + i;
+      if ((info.block.flags & kMasked) &&
+          !IsClean(info.block.slice, {key, key + 64}, info.block.begin, kColumns)) {
+        StoreVisible(info, key, ds);
       } else if (LaneAnew() == 0) {
-        StoreBoxOnce(&params.dbias_map, ds, info.row_begin + i, info.block.begin, info.head,
-                     info.batch);
+        StoreBoxOnce(&params.dbias_map, ds, key, info.block.begin, info.head, info.batch);
         CommitReduce();
       }
     }
     if (LaneAnew() == 0) WaitReduceRead();
-  }
-
-  // Whether every query of the block sees all of 64 keys.
-  __device__ __forceinline__ static bool IsPanelClean(const DsInfo& info, int first_key) {
-    const Slice& slice = info.block.slice;
-    const Range queries{info.block.begin, info.block.begin + kColumns};
-    if (queries.begin < slice.k_begin || queries.end > slice.k_end) return false;
-    const Range clean = CleanRows(slice, queries);
-    return clean.begin <= first_key && first_key + 64 <= clean.end;
   }
 
   // Kept in registers, what is made of the index would be live through the whole loop.

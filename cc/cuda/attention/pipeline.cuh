@@ -162,10 +162,9 @@ __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const T
   return LoadSlice(slices, i, params.num_rows, params.num_columns, kByKeys);
 }
 
-// Whether every row of the tile sees every column of a block.
-__device__ __forceinline__ bool IsClean(const Slice& slice, const Tile& tile, int begin,
+// Whether every one of these rows sees every column of a block.
+__device__ __forceinline__ bool IsClean(const Slice& slice, Range rows, int begin,
                                         int num_columns) {
-  const Range rows{tile.begin, tile.begin + tile.num_rows};
   if (rows.begin < slice.q_begin || rows.end > slice.q_end) return false;
   const Range clean = CleanKeys(slice, rows);
   return clean.begin <= begin && begin + num_columns <= clean.end;

@@ -107,14 +107,15 @@ __device__ __forceinline__ float Reference(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
+// A score's exponential relative to a reference. Also the factor from those that are relative to
+// the score to those that are relative to the reference.
+__device__ __forceinline__ float RelativeExp(float score, float reference, float after) {
+  return Exp2((score - reference) * after);
+}
+
 // A sum of exponentials of scores, relative to Reference(largest).
 struct ExpSum {
   float largest, sum;
-
-  // The same, relative to another.
-  __device__ __forceinline__ float RelativeTo(float reference, float after) const {
-    return sum * Exp2((largest - reference) * after);
-  }
 };
 
 // From what the threads of a warp have, relative to their largest score, to that of the row.
@@ -125,7 +126,8 @@ __device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
     constexpr int kWarps = kThreads / 32;
     const ExpSum other = ExchangeByWarps<kThreads>(own);
     own.largest = ReduceInWarp<kWarps>(other.largest, MaxOp{});
-    own.sum = ReduceInWarp<kWarps>(other.RelativeTo(Reference(own.largest), after), SumOp{});
+    const float factor = RelativeExp(other.largest, Reference(own.largest), after);
+    own.sum = ReduceInWarp<kWarps>(other.sum * factor, SumOp{});
   }
   return own;
 }
@@ -218,7 +220,7 @@ __device__ __forceinline__ float FinishRow(const SoftmaxForwardParams& params,
                                            const RowPlace& place, float offset, float reference,
                                            float sum, bool is_writer) {
   if (params.offset == nullptr) return sum == 0.0f ? 0.0f : Reciprocal(sum);
-  const float weight = Exp2((offset - reference) * params.scale.after);
+  const float weight = RelativeExp(offset, reference, params.scale.after);
   const float inverse = sum + weight == 0.0f ? 0.0f : Reciprocal(sum + weight);
   if (is_writer) params.offset_probability[place.row] = weight * inverse;
   return inverse;
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
     if (!Contains(row.touched, thread + i * kThreads)) continue;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
-      x[i][e] = Exp2((x[i][e] - warp_reference) * params.scale.after);
+      x[i][e] = RelativeExp(x[i][e], warp_reference, params.scale.after);
       sum += x[i][e];
     }
   }
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   const float reference = Reference(total.largest);
   float factor =
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
-  if (kThreads > 32) factor = ExpSum{largest, factor}.RelativeTo(reference, params.scale.after);
+  if (kThreads > 32) factor *= RelativeExp(largest, reference, params.scale.after);
   if constexpr (kHasMask) store_hidden();  // Not before: a mask leaves no registers for it.
   StoreVectors<Element, kThreads, kVectors>(y, row, thread,
                                             [&](int i, int e) { return x[i][e] * factor; });
@@ -300,16 +302,16 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
         LoadScores<Element, Mask, kThreads, Reuse::kSoon, /*kFillsHidden=*/true>(
             params, row, mask, chunk + thread, largest, x, [] {});
     const float reference = Reference(new_largest);
-    sum *= Exp2((largest - reference) * params.scale.after);
+    sum *= RelativeExp(largest, reference, params.scale.after);
 #pragma unroll
     for (int i = 0; i < kChunkVectors; ++i) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) sum += Exp2((x[i][e] - reference) * params.scale.after);
+      for (int e = 0; e < kSize; ++e) sum += RelativeExp(x[i][e], reference, params.scale.after);
     }
     largest = new_largest;
   }
   const float warp_largest = ReduceInWarp<kThreads>(fmaxf(largest, offset), MaxOp{});
-  sum = ExpSum{largest, sum}.RelativeTo(Reference(warp_largest), params.scale.after);
+  sum *= RelativeExp(largest, Reference(warp_largest), params.scale.after);
   const ExpSum total = SumOfRow<kThreads>({warp_largest, sum}, params.scale.after);
   const float reference = Reference(total.largest);
   const float inverse =
@@ -319,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
     LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/true>(
         params, row, mask, chunk + thread, largest, x, [] {});
     StoreVectors<Element, kThreads, kChunkVectors>(y, row, chunk + thread, [&](int i, int e) {
-      return Exp2((x[i][e] - reference) * params.scale.after) * inverse;
+      return RelativeExp(x[i][e], reference, params.scale.after) * inverse;
     });
   }
 }
