@@ -202,6 +202,28 @@ __device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSiz
   }
 }
 
+// The same of all vectors of the row, by kThreads threads; and, element by element, of those of
+// which only a part is the row's.
+template <typename Element, int kThreads>
+__device__ __forceinline__ void StoreAllHidden(Element* array, const Row<kVectorSize<Element>>& row,
+                                               int thread) {
+  constexpr int kSize = kVectorSize<Element>;
+  const auto store = [&](Range vectors) {
+    for (int v = vectors.begin + thread; v < vectors.end; v += kThreads) {
+      Element* vector = array + row.begin + v * int64_t{kSize};
+      if (Contains(row.inside, v)) {
+        __stcs(reinterpret_cast<uint4*>(vector), make_uint4(0, 0, 0, 0));
+        continue;
+      }
+      for (int e = 0; e < kSize; ++e) {
+        if (Contains({0, row.length}, row.Column(v) + e)) vector[e] = static_cast<Element>(0.0f);
+      }
+    }
+  };
+  store({0, row.touched.begin});
+  store({row.touched.end, row.count});
+}
+
 // Writes the others: `value(i, e)` is element e of vector i of these. Columns that are not visible
 // become zero.
 template <typename Element, int kThreads, int kVectors, typename Value>

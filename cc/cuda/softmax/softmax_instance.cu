@@ -28,11 +28,21 @@ RowsParams GetRowsParams(const SoftmaxShape& shape) {
           is_banded};
 }
 
-// The most vectors that cover a row, wherever it begins.
+// The most vectors that cover so many elements, wherever they begin: as a row, or as part of one.
 template <typename Element>
-int64_t MaxVectors(int64_t k_len) {
+int64_t MaxVectors(int64_t length, bool is_row) {
   constexpr int kSize = kVectorSize<Element>;
-  return k_len % kSize == 0 ? k_len / kSize : (k_len + 2 * kSize - 2) / kSize;
+  return is_row && length % kSize == 0 ? length / kSize : (length + 2 * kSize - 2) / kSize;
+}
+
+// The most that the threads of a row have to hold: what it sees; but each shall have few others to
+// fill with zeros. With a mask, all.
+template <typename Element>
+int64_t MaxVectors(const RowsParams& rows, bool has_mask) {
+  const int64_t all = MaxVectors<Element>(rows.k_len, /*is_row=*/true);
+  if (has_mask) return all;
+  const int64_t num_visible = int64_t{rows.band.hi} - rows.band.lo + 1;
+  return std::min(all, std::max(all / 4, MaxVectors<Element>(num_visible, /*is_row=*/false)));
 }
 
 template <typename Params>
@@ -79,17 +89,19 @@ Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchF
 
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
-  return WithSpread(
-      ForwardSpreads<Element, Mask>{}, MaxVectors<Element>(params.rows.k_len), [&](auto spread) {
-        constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
-        if constexpr (kVectors == 0) {
-          return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads,
-                        stream);
-        } else {
-          return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>, params, kThreads,
-                        stream);
-        }
-      });
+  return WithSpread(ForwardSpreads<Element, Mask>{},
+                    MaxVectors<Element>(params.rows, /*has_mask=*/!std::is_same_v<Mask, NoMask>),
+                    [&](auto spread) {
+                      constexpr int kThreads = decltype(spread)::kThreads,
+                                    kVectors = decltype(spread)::kVectors;
+                      if constexpr (kVectors == 0) {
+                        return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params,
+                                      kThreads, stream);
+                      } else {
+                        return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>,
+                                      params, kThreads, stream);
+                      }
+                    });
 }
 
 }  // namespace
@@ -133,14 +145,16 @@ Status SoftmaxVariant<kDType>::Backward(const SoftmaxBackwardArgs& args, cudaStr
   using Element = ElementOf<kDType>;
   const SoftmaxBackwardParams params{
       GetRowsParams(args.shape), args.scale, args.y, args.dy, args.dx, args.dot};
-  return WithSpread(Spreads{}, MaxVectors<Element>(args.shape.k_len), [&](auto spread) {
-    constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
-    if constexpr (kVectors == 0) {
-      return Launch(LongSoftmaxBackwardKernel<Element, kThreads>, params, kThreads, stream);
-    } else {
-      return Launch(SoftmaxBackwardKernel<Element, kThreads, kVectors>, params, kThreads, stream);
-    }
-  });
+  return WithSpread(
+      Spreads{}, MaxVectors<Element>(params.rows, /*has_mask=*/false), [&](auto spread) {
+        constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
+        if constexpr (kVectors == 0) {
+          return Launch(LongSoftmaxBackwardKernel<Element, kThreads>, params, kThreads, stream);
+        } else {
+          return Launch(SoftmaxBackwardKernel<Element, kThreads, kVectors>, params, kThreads,
+                        stream);
+        }
+      });
 }
 
 template struct SoftmaxVariant<JAX_MAGI_VARIANT>;

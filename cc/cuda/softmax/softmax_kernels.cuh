@@ -3,7 +3,7 @@
 // Both are bound by memory, so everything here is about reading each element once, in 16-byte
 // vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp,
 // one or two warps, or a block. Each loads its kVectors vectors before it uses any, and keeps them
-// in registers. Rows too long for that are read twice, in chunks.
+// in registers: of what is visible of the row. Rows too long for that are read twice, in chunks.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
@@ -246,10 +246,11 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
 
   float x[kVectors][kSize];  // Scores, then their exponentials.
   Element* y = static_cast<Element*>(params.y);
-  const auto store_hidden = [&] { StoreHidden<Element, kThreads, kVectors>(y, row, thread); };
+  // With a mask there are no registers for another begin than the row's, nor for zeros meanwhile.
+  const int first = kHasMask ? thread : row.touched.begin + thread;
   float largest = LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/false>(
-      params, row, mask, thread, offset, x, [&] {
-        if constexpr (!kHasMask) store_hidden();
+      params, row, mask, first, offset, x, [&] {
+        if constexpr (!kHasMask) StoreAllHidden<Element, kThreads>(y, row, thread);
       });
   // Each warp takes exponentials relative to its own largest score: all of them are known only
   // after a barrier, and one is enough.
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (!Contains(row.touched, thread + i * kThreads)) continue;
+    if (!Contains(row.touched, first + i * kThreads)) continue;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
       x[i][e] = RelativeExp(x[i][e], warp_reference, params.scale.after);
@@ -271,8 +272,8 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   float factor =
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   if (kThreads > 32) factor *= RelativeExp(largest, reference, params.scale.after);
-  if constexpr (kHasMask) store_hidden();  // Not before: a mask leaves no registers for it.
-  StoreVectors<Element, kThreads, kVectors>(y, row, thread,
+  if constexpr (kHasMask) StoreHidden<Element, kThreads, kVectors>(y, row, first);
+  StoreVectors<Element, kThreads, kVectors>(y, row, first,
                                             [&](int i, int e) { return x[i][e] * factor; });
 }
 
@@ -292,12 +293,10 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const float offset = GetOffset(params, place);
 
   Element* y = static_cast<Element*>(params.y);
-  for (int chunk = 0; chunk < row.count; chunk += kStep) {
-    StoreHidden<Element, kThreads, kChunkVectors>(y, row, chunk + thread);
-  }
+  StoreAllHidden<Element, kThreads>(y, row, thread);
   float largest = -INFINITY, sum = 0.0f;  // Of this thread's columns so far.
   float x[kChunkVectors][kSize];
-  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+  for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
     const float new_largest =
         LoadScores<Element, Mask, kThreads, Reuse::kSoon, /*kFillsHidden=*/true>(
             params, row, mask, chunk + thread, largest, x, [] {});
@@ -317,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const float inverse =
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   // Each thread reads again what it writes, and all have read once: right in place, too.
-  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+  for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
     LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/true>(
         params, row, mask, chunk + thread, largest, x, [] {});
     StoreVectors<Element, kThreads, kChunkVectors>(y, row, chunk + thread, [&](int i, int e) {
@@ -339,12 +338,6 @@ struct Gradients {
                                        int first) {
     LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.y), row, first, y);
     LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.dy), row, first, dy);
-  }
-
-  // While the others are on their way.
-  __device__ __forceinline__ void StoreZeros(const SoftmaxBackwardParams& params,
-                                             const Row<kSize>& row, int first) const {
-    StoreHidden<Element, kThreads, kVectors>(static_cast<Element*>(params.dx), row, first);
   }
 
   __device__ __forceinline__ float Dot(const Row<kSize>& row, int first) const {
@@ -393,11 +386,13 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 51
   const int thread = threadIdx.x % kThreads;
   const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, index);
   Gradients<Element, kThreads, kVectors> gradients;
-  gradients.template Load<Reuse::kNone>(params, row, thread);
-  gradients.StoreZeros(params, row, thread);
-  const float dot = SumOfRow<kThreads>(gradients.Dot(row, thread));
+  const int first = row.touched.begin + thread;
+  gradients.template Load<Reuse::kNone>(params, row, first);
+  // While these are on their way.
+  StoreAllHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
+  const float dot = SumOfRow<kThreads>(gradients.Dot(row, first));
   if (params.dot != nullptr && thread == 0 && index < params.rows.num_rows) params.dot[index] = dot;
-  gradients.Store(params, row, thread, dot);
+  gradients.Store(params, row, first, dot);
 }
 
 template <typename Element, int kThreads>
@@ -407,15 +402,15 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const int thread = threadIdx.x;
   const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, blockIdx.x);
   Gradients<Element, kThreads, kChunkVectors> gradients;
+  StoreAllHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
   float dot = 0.0f;
-  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+  for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
     gradients.template Load<Reuse::kSoon>(params, row, chunk + thread);
-    gradients.StoreZeros(params, row, chunk + thread);
     dot += gradients.Dot(row, chunk + thread);
   }
   dot = SumOfRow<kThreads>(dot);
   if (params.dot != nullptr && thread == 0) params.dot[blockIdx.x] = dot;
-  for (int chunk = 0; chunk < row.count; chunk += kStep) {
+  for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
     gradients.template Load<Reuse::kNone>(params, row, chunk + thread);
     gradients.Store(params, row, chunk + thread, dot);
   }
