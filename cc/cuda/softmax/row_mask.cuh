@@ -30,14 +30,15 @@ struct MaskRow {
   bool is_aligned;    // A vector of x has its mask in one aligned piece.
 };
 
-template <typename Mask, int kSize>
+// If it isWhole, it has an element for each column, and rows begin at multiples of kSize.
+template <typename Mask, bool kIsWhole, int kSize>
 __device__ __forceinline__ MaskRow<Mask> GetMaskRow(const SoftmaxMask& mask, const RowPlace& place,
                                                     const Row<kSize>& row) {
   const int64_t begin =
       place.batch * mask.batch_stride + place.head * mask.head_stride + place.q * mask.row_stride;
-  const bool is_broadcast = mask.column_stride == 0;
+  const bool is_broadcast = !kIsWhole && mask.column_stride == 0;
   return {static_cast<const Mask*>(mask.data) + begin, is_broadcast,
-          !is_broadcast && (begin - row.shift) % kSize == 0};
+          kIsWhole || (!is_broadcast && (begin - row.shift) % kSize == 0)};
 }
 
 // The mask of vectors first, first + kThreads, ...

@@ -123,30 +123,34 @@ struct Row {
   __device__ __forceinline__ bool IsAligned() const { return inside.end == count && shift == 0; }
 };
 
-template <int kSize>
-__device__ __forceinline__ Row<kSize> MakeRow(int64_t row, int length, int64_t num_elements,
+// If all rows of the array are kWhole, `length` is a multiple of kSize: much of it is then known.
+template <int kSize, bool kIsWhole>
+__device__ __forceinline__ Row<kSize> MakeRow(uint32_t row, int length, int64_t num_elements,
                                               Range visible) {
   // From ends in elements, counted from vector 0, to the vectors they cut off.
-  const auto outward = [](int begin, int end) {
-    return Range{begin / kSize, (end + kSize - 1) / kSize};
-  };
-  const auto inward = [](int begin, int end) {
-    const int first = (begin + kSize - 1) / kSize;
-    return Range{first, Max(end / kSize, first)};
-  };
+  const auto down = [](int end) { return static_cast<int>(static_cast<unsigned>(end) / kSize); };
+  const auto up = [&](int end) { return down(end + kSize - 1); };
   Row<kSize> r;
-  const int64_t first = row * length;
-  r.shift = static_cast<int>(first % kSize);
+  const uint64_t first = uint64_t{row} * static_cast<unsigned>(length);
+  r.shift = kIsWhole ? 0 : static_cast<int>(first % kSize);
   r.begin = first - r.shift;
   r.length = length;
-  r.count = outward(0, r.shift + length).end;
-  const int64_t num_left = (num_elements - r.begin) / kSize;
-  r.num_in_array = num_left < r.count ? static_cast<int>(num_left) : r.count;
-  r.inside = inward(r.shift, r.shift + length);
+  if constexpr (kIsWhole) {
+    r.count = r.num_in_array = down(length);
+    r.inside = {0, r.count};
+  } else {
+    r.count = up(r.shift + length);
+    const int64_t num_left = (num_elements - r.begin) / kSize;
+    r.num_in_array = num_left < r.count ? static_cast<int>(num_left) : r.count;
+    r.inside.begin = up(r.shift);
+    r.inside.end = Max(down(r.shift + length), r.inside.begin);
+  }
   if (visible.begin < visible.end) {
     r.visible = visible;
-    r.touched = outward(r.shift + visible.begin, r.shift + visible.end);
-    r.clean = inward(r.shift + visible.begin, r.shift + visible.end);
+    const Range ends = {r.shift + visible.begin, r.shift + visible.end};
+    r.touched = {down(ends.begin), up(ends.end)};
+    r.clean.begin = up(ends.begin);
+    r.clean.end = Max(down(ends.end), r.clean.begin);
   }
   return r;
 }

@@ -87,21 +87,33 @@ Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchF
   }
 }
 
+// Whether all rows, and those of the mask, are vectors of x that begin where a vector does.
+template <typename Element>
+bool AreRowsWhole(const RowsParams& rows, const SoftmaxMask& mask) {
+  const auto is_whole = [](int64_t stride) { return stride % kVectorSize<Element> == 0; };
+  if (!is_whole(rows.k_len)) return false;
+  return mask.kind == MaskKind::kNone ||
+         (mask.column_stride != 0 && is_whole(mask.batch_stride) && is_whole(mask.head_stride) &&
+          is_whole(mask.row_stride));
+}
+
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
-  return WithSpread(ForwardSpreads<Element, Mask>{},
-                    MaxVectors<Element>(params.rows, /*has_mask=*/!std::is_same_v<Mask, NoMask>),
-                    [&](auto spread) {
-                      constexpr int kThreads = decltype(spread)::kThreads,
-                                    kVectors = decltype(spread)::kVectors;
-                      if constexpr (kVectors == 0) {
-                        return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params,
-                                      kThreads, stream);
-                      } else {
-                        return Launch(SoftmaxForwardKernel<Element, Mask, kThreads, kVectors>,
-                                      params, kThreads, stream);
-                      }
-                    });
+  const bool is_whole = AreRowsWhole<Element>(params.rows, params.mask);
+  return WithSpread(
+      ForwardSpreads<Element, Mask>{},
+      MaxVectors<Element>(params.rows, /*has_mask=*/!std::is_same_v<Mask, NoMask>),
+      [&](auto spread) {
+        constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
+        if constexpr (kVectors == 0) {
+          return Launch(LongSoftmaxForwardKernel<Element, Mask, kThreads>, params, kThreads,
+                        stream);
+        } else {
+          return Launch(is_whole ? SoftmaxForwardKernel<Element, Mask, true, kThreads, kVectors>
+                                 : SoftmaxForwardKernel<Element, Mask, false, kThreads, kVectors>,
+                        params, kThreads, stream);
+        }
+      });
 }
 
 }  // namespace
@@ -145,14 +157,16 @@ Status SoftmaxVariant<kDType>::Backward(const SoftmaxBackwardArgs& args, cudaStr
   using Element = ElementOf<kDType>;
   const SoftmaxBackwardParams params{
       GetRowsParams(args.shape), args.scale, args.y, args.dy, args.dx, args.dot};
+  const bool is_whole = AreRowsWhole<Element>(params.rows, /*mask=*/{});
   return WithSpread(
       Spreads{}, MaxVectors<Element>(params.rows, /*has_mask=*/false), [&](auto spread) {
         constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
         if constexpr (kVectors == 0) {
           return Launch(LongSoftmaxBackwardKernel<Element, kThreads>, params, kThreads, stream);
         } else {
-          return Launch(SoftmaxBackwardKernel<Element, kThreads, kVectors>, params, kThreads,
-                        stream);
+          return Launch(is_whole ? SoftmaxBackwardKernel<Element, true, kThreads, kVectors>
+                                 : SoftmaxBackwardKernel<Element, false, kThreads, kVectors>,
+                        params, kThreads, stream);
         }
       });
 }

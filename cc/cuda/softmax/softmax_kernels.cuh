@@ -137,12 +137,19 @@ __device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
 template <int kThreads>
 __device__ __forceinline__ uint32_t RowIndex() {
   constexpr int kRows = BlockThreads(kThreads) / kThreads;
-  return blockIdx.x * kRows + threadIdx.x / kThreads;
+  return kRows == 1 ? blockIdx.x : blockIdx.x * kRows + threadIdx.x / kThreads;
 }
 
-__device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, uint32_t index,
-                                            bool has_mask) {
-  RowPlace place{index < params.rows.num_rows, index, 0, 0, 0};
+// Whether there is such a row. There are as many blocks as it takes.
+template <int kThreads>
+__device__ __forceinline__ bool IsActive(const RowsParams& params, uint32_t index) {
+  return kThreads == BlockThreads(kThreads) || index < params.num_rows;
+}
+
+template <int kThreads>
+__device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, bool has_mask) {
+  const uint32_t index = RowIndex<kThreads>();
+  RowPlace place{IsActive<kThreads>(params.rows, index), index, 0, 0, 0};
   if (!has_mask && !params.rows.is_banded && params.offset == nullptr) return place;
   const uint32_t num_sharing = params.num_sharing.divisor;
   const uint32_t group = params.sharing_rows.Divide(index);
@@ -155,11 +162,11 @@ __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, 
   return place;
 }
 
-template <int kSize>
+template <int kSize, bool kIsWhole>
 __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_active, uint32_t row,
                                              uint32_t q) {
   Row<kSize> r =
-      MakeRow<kSize>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
+      MakeRow<kSize, kIsWhole>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
   if (!is_active) r.Clear();
   return r;
 }
@@ -232,16 +239,16 @@ __device__ __forceinline__ float GetOffset(const SoftmaxForwardParams& params,
   return params.offset[place.batch * params.offset_batch_stride + place.head];
 }
 
-template <typename Element, typename Mask, int kThreads, int kVectors>
+template <typename Element, typename Mask, bool kIsWhole, int kThreads, int kVectors>
 __global__ void __launch_bounds__(BlockThreads(kThreads),
                                   MinBlocks(kThreads, kForwardThreads<Element, Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
   constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
   const int thread = threadIdx.x % kThreads;
-  const RowPlace place = FindRow(params, RowIndex<kThreads>(), kHasMask);
-  const Row<kSize> row = GetRow<kSize>(params.rows, place.is_active, place.row, place.q);
-  const MaskRow<Mask> mask = GetMaskRow<Mask>(params.mask, place, row);
+  const RowPlace place = FindRow<kThreads>(params, kHasMask);
+  const Row<kSize> row = GetRow<kSize, kIsWhole>(params.rows, place.is_active, place.row, place.q);
+  const MaskRow<Mask> mask = GetMaskRow<Mask, kIsWhole>(params.mask, place, row);
   const float offset = GetOffset(params, place);
 
   float x[kVectors][kSize];  // Scores, then their exponentials.
@@ -287,9 +294,10 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   constexpr int kStep = kThreads * kChunkVectors;
   const int thread = threadIdx.x;
   const RowPlace place =
-      FindRow(params, RowIndex<kThreads>(), /*has_mask=*/!std::is_same_v<Mask, NoMask>);
-  const Row<kSize> row = GetRow<kSize>(params.rows, place.is_active, place.row, place.q);
-  const MaskRow<Mask> mask = GetMaskRow<Mask>(params.mask, place, row);
+      FindRow<kThreads>(params, /*has_mask=*/!std::is_same_v<Mask, NoMask>);
+  const Row<kSize> row =
+      GetRow<kSize, /*kIsWhole=*/false>(params.rows, place.is_active, place.row, place.q);
+  const MaskRow<Mask> mask = GetMaskRow<Mask, /*kIsWhole=*/false>(params.mask, place, row);
   const float offset = GetOffset(params, place);
 
   Element* y = static_cast<Element*>(params.y);
@@ -373,25 +381,28 @@ struct Gradients {
 };
 
 // In the order of memory: there is no mask whose rows could be shared.
-template <int kSize>
+template <int kSize, bool kIsWhole, int kThreads>
 __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, uint32_t row) {
-  return GetRow<kSize>(params, row < params.num_rows, row,
-                       params.is_banded ? params.q_len.Modulo(row) : 0);
+  return GetRow<kSize, kIsWhole>(params, IsActive<kThreads>(params, row), row,
+                                 params.is_banded ? params.q_len.Modulo(row) : 0);
 }
 
-template <typename Element, int kThreads, int kVectors>
+template <typename Element, bool kIsWhole, int kThreads, int kVectors>
 __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 512))
     SoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams params) {
   const uint32_t index = RowIndex<kThreads>();
   const int thread = threadIdx.x % kThreads;
-  const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, index);
+  const Row<kVectorSize<Element>> row =
+      GetRow<kVectorSize<Element>, kIsWhole, kThreads>(params.rows, index);
   Gradients<Element, kThreads, kVectors> gradients;
   const int first = row.touched.begin + thread;
   gradients.template Load<Reuse::kNone>(params, row, first);
   // While these are on their way.
   StoreAllHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
   const float dot = SumOfRow<kThreads>(gradients.Dot(row, first));
-  if (params.dot != nullptr && thread == 0 && index < params.rows.num_rows) params.dot[index] = dot;
+  if (params.dot != nullptr && thread == 0 && IsActive<kThreads>(params.rows, index)) {
+    params.dot[index] = dot;
+  }
   gradients.Store(params, row, first, dot);
 }
 
@@ -400,7 +411,8 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
     LongSoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams params) {
   constexpr int kStep = kThreads * kChunkVectors;
   const int thread = threadIdx.x;
-  const Row<kVectorSize<Element>> row = GetRow<kVectorSize<Element>>(params.rows, blockIdx.x);
+  const Row<kVectorSize<Element>> row =
+      GetRow<kVectorSize<Element>, /*kIsWhole=*/false, kThreads>(params.rows, blockIdx.x);
   Gradients<Element, kThreads, kChunkVectors> gradients;
   StoreAllHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
   float dot = 0.0f;
