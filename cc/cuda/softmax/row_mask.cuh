@@ -30,7 +30,7 @@ struct MaskRow {
   bool is_aligned;    // A vector of x has its mask in one aligned piece.
 };
 
-// If it isWhole, it has an element for each column, and rows begin at multiples of kSize.
+// If it is whole, so is x: it has an element for each column, and rows begin at multiples of kSize.
 template <typename Mask, bool kIsWhole, int kSize>
 __device__ __forceinline__ MaskRow<Mask> GetMaskRow(const SoftmaxMask& mask, const RowPlace& place,
                                                     const Row<kSize>& row) {

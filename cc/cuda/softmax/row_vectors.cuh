@@ -123,7 +123,7 @@ struct Row {
   __device__ __forceinline__ bool IsAligned() const { return inside.end == count && shift == 0; }
 };
 
-// If all rows of the array are kWhole, `length` is a multiple of kSize: much of it is then known.
+// Where rows are whole vectors, much of it is known when this is compiled.
 template <int kSize, bool kIsWhole>
 __device__ __forceinline__ Row<kSize> MakeRow(uint32_t row, int length, int64_t num_elements,
                                               Range visible) {

@@ -42,7 +42,7 @@ int64_t MaxVectors(const RowsParams& rows, bool has_mask) {
   const int64_t all = MaxVectors<Element>(rows.k_len, /*is_row=*/true);
   if (has_mask) return all;
   const int64_t num_visible = int64_t{rows.band.hi} - rows.band.lo + 1;
-  return std::min(all, std::max(all / 4, MaxVectors<Element>(num_visible, /*is_row=*/false)));
+  return std::min(all, std::max(all / 2, MaxVectors<Element>(num_visible, /*is_row=*/false)));
 }
 
 template <typename Params>
@@ -92,9 +92,8 @@ template <typename Element>
 bool AreRowsWhole(const RowsParams& rows, const SoftmaxMask& mask) {
   const auto is_whole = [](int64_t stride) { return stride % kVectorSize<Element> == 0; };
   if (!is_whole(rows.k_len)) return false;
-  return mask.kind == MaskKind::kNone ||
-         (mask.column_stride != 0 && is_whole(mask.batch_stride) && is_whole(mask.head_stride) &&
-          is_whole(mask.row_stride));
+  return mask.kind == MaskKind::kNone || (mask.column_stride != 0 && is_whole(mask.batch_stride) &&
+                                          is_whole(mask.head_stride) && is_whole(mask.row_stride));
 }
 
 template <typename Element, typename Mask>

@@ -50,8 +50,10 @@ struct SoftmaxBackwardParams {
   float* dot;
 };
 
+// A row a block of threads, if it takes a warp: all of them then know the row by the block's
+// number, and none waits for another row's.
 constexpr int BlockThreads(int threads_per_row) {
-  return threads_per_row < 128 ? 128 : threads_per_row;
+  return threads_per_row < 32 ? 128 : threads_per_row;
 }
 
 // At least so many blocks share a multiprocessor. With fewer, too little memory traffic is on its
@@ -293,8 +295,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   constexpr int kSize = kVectorSize<Element>;
   constexpr int kStep = kThreads * kChunkVectors;
   const int thread = threadIdx.x;
-  const RowPlace place =
-      FindRow<kThreads>(params, /*has_mask=*/!std::is_same_v<Mask, NoMask>);
+  const RowPlace place = FindRow<kThreads>(params, /*has_mask=*/!std::is_same_v<Mask, NoMask>);
   const Row<kSize> row =
       GetRow<kSize, /*kIsWhole=*/false>(params.rows, place.is_active, place.row, place.q);
   const MaskRow<Mask> mask = GetMaskRow<Mask, /*kIsWhole=*/false>(params.mask, place, row);
