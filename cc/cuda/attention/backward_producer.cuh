@@ -243,13 +243,13 @@ struct BackwardProducer {
       const Tile& tile = shared.item.tile;
       Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, shared.item.slice);
       const bool is_last = --shared.item.remaining == 0;
-      const bool is_clean =
-          tile.num_rows == Config::kBlockRows && begin + Config::kBlockColumns == end &&
-          IsClean(slice, {tile.begin, tile.begin + tile.num_rows}, begin, Config::kBlockColumns);
+      const bool is_clean = tile.num_rows == Config::kBlockRows &&
+                            begin + Config::kBlockColumns == end &&
+                            IsClean(slice, tile.rows(), begin, Config::kBlockColumns);
       // The box of rows may reach into the next tile. Its rows are hidden here, and add nothing to
       // dQ.
       slice.q_begin = Max(slice.q_begin, tile.begin);
-      slice.q_end = Min(slice.q_end, tile.begin + tile.num_rows);
+      slice.q_end = Min(slice.q_end, tile.rows().end);
       slice.k_end = Min(slice.k_end, end);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       shared.head[stage] = shared.item.head;

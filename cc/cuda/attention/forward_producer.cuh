@@ -163,8 +163,7 @@ struct Producer {
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
       const Slice slice = LoadTileSlice</*kByKeys=*/false>(params.work, tile, slice_index);
-      const bool is_clean =
-          IsClean(slice, {tile.begin, tile.begin + tile.num_rows}, begin, Config::kBlockN);
+      const bool is_clean = IsClean(slice, tile.rows(), begin, Config::kBlockN);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
       LoadPanels<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);

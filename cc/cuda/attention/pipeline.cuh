@@ -180,8 +180,7 @@ __device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Til
     Range touched{0, 0};
     if (first + lane < tile.slice_end) {
       const Slice slice = LoadTileSlice<kByKeys>(params, tile, first + lane);
-      const Range rows =
-          Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
+      const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
       if (rows.begin < rows.end) touched = TouchedKeys(slice, rows);
       if (kAlignsEnd && touched.begin < touched.end) touched.end = AlignPosition(touched.end);
     }

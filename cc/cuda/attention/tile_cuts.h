@@ -91,8 +91,7 @@ JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i)
   const Slice* slices = args.list(tile.batch);
   for (int s = 0; s < args.num_slices; ++s) {
     const Slice slice = LoadSlice(slices, s, args.num_rows, args.num_columns, args.by_keys);
-    const Range rows =
-        Intersect({tile.begin, tile.begin + tile.num_rows}, {slice.q_begin, slice.q_end});
+    const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
     if (rows.begin >= rows.end) continue;
     Range columns = TouchedKeys(slice, rows);
     if (columns.begin >= columns.end) continue;

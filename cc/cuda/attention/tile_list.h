@@ -21,6 +21,8 @@ struct alignas(32) Tile {
   int32_t num_blocks;              // Blocks of columns that some row sees, over all slices.
   int32_t slice_begin, slice_end;  // All slices that touch the tile lie here.
   int32_t padding[2];
+
+  JAX_MAGI_INLINE Range rows() const { return {begin, begin + num_rows}; }
 };
 
 // The tiles follow.

@@ -48,10 +48,9 @@ int64_t MaxVectors(const RowsParams& rows, bool has_mask) {
 template <typename Params>
 Status Launch(void (*kernel)(Params), const Params& params, int threads_per_row,
               cudaStream_t stream) {
-  const int num_threads = BlockThreads(threads_per_row);
-  const uint32_t rows_per_block = num_threads / threads_per_row;
+  const uint32_t rows_per_block = RowsPerBlock(threads_per_row);
   const uint32_t num_blocks = (params.rows.num_rows - 1) / rows_per_block + 1;
-  kernel<<<num_blocks, num_threads, 0, stream>>>(params);
+  kernel<<<num_blocks, BlockThreads(threads_per_row), 0, stream>>>(params);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
   return {};
 }

@@ -2,8 +2,8 @@
 //
 // Both are bound by memory, so everything here is about reading each element once, in 16-byte
 // vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp,
-// one or two warps, or a block. Each loads its kVectors vectors before it uses any, and keeps them
-// in registers: of what is visible of the row. Rows too long for that are read twice, in chunks.
+// or a block. Each loads its kVectors vectors before it uses any, and keeps them in registers: of
+// what is visible of the row. Rows too long for that are read twice, in chunks.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
@@ -54,6 +54,9 @@ struct SoftmaxBackwardParams {
 // number, and none waits for another row's.
 constexpr int BlockThreads(int threads_per_row) {
   return threads_per_row < 32 ? 128 : threads_per_row;
+}
+constexpr int RowsPerBlock(int threads_per_row) {
+  return BlockThreads(threads_per_row) / threads_per_row;
 }
 
 // At least so many blocks share a multiprocessor. With fewer, too little memory traffic is on its
@@ -138,14 +141,14 @@ __device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
 
 template <int kThreads>
 __device__ __forceinline__ uint32_t RowIndex() {
-  constexpr int kRows = BlockThreads(kThreads) / kThreads;
+  constexpr int kRows = RowsPerBlock(kThreads);
   return kRows == 1 ? blockIdx.x : blockIdx.x * kRows + threadIdx.x / kThreads;
 }
 
 // Whether there is such a row. There are as many blocks as it takes.
 template <int kThreads>
 __device__ __forceinline__ bool IsActive(const RowsParams& params, uint32_t index) {
-  return kThreads == BlockThreads(kThreads) || index < params.num_rows;
+  return RowsPerBlock(kThreads) == 1 || index < params.num_rows;
 }
 
 template <int kThreads>
