@@ -190,27 +190,11 @@ __device__ __forceinline__ void LoadVectors(const Element* array,
   }
 }
 
-// Writes zeros to those of vectors first, first + kThreads, ... of a row of which nothing is
-// visible, and all is the row's.
-template <typename Element, int kThreads, int kVectors>
-__device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSize<Element>>& row,
-                                            int first) {
-  constexpr int kSize = kVectorSize<Element>;
-  Element* own = array + row.begin + first * int64_t{kSize};
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int v = first + i * kThreads;
-    if (Contains(row.inside, v) && !Contains(row.touched, v)) {
-      __stcs(reinterpret_cast<uint4*>(own + i * kThreads * kSize), make_uint4(0, 0, 0, 0));
-    }
-  }
-}
-
-// The same of all vectors of the row, by kThreads threads; and, element by element, of those of
-// which only a part is the row's.
+// Writes zeros to vectors of the row of which nothing is visible, by kThreads threads; element by
+// element to those of which only a part is the row's.
 template <typename Element, int kThreads>
-__device__ __forceinline__ void StoreAllHidden(Element* array, const Row<kVectorSize<Element>>& row,
-                                               int thread) {
+__device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSize<Element>>& row,
+                                            int thread) {
   constexpr int kSize = kVectorSize<Element>;
   const auto store = [&](Range vectors) {
     for (int v = vectors.begin + thread; v < vectors.end; v += kThreads) {

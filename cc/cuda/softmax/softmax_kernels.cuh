@@ -90,11 +90,12 @@ __device__ __forceinline__ float ReduceInWarp(float x, Op op) {
 // number. A block calls this once: it does not wait until all have taken theirs.
 template <int kThreads, typename T>
 __device__ __forceinline__ T ExchangeByWarps(const T& x) {
+  static_assert(RowsPerBlock(kThreads) == 1);
   constexpr int kWarps = kThreads / 32;
-  __shared__ T partial[BlockThreads(kThreads) / 32];
+  __shared__ T partial[kWarps];
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
   __syncthreads();
-  return partial[threadIdx.x / kThreads * kWarps + threadIdx.x % kWarps];
+  return partial[threadIdx.x % kWarps];
 }
 
 // The sum over all threads of the row, in each.
@@ -176,25 +177,32 @@ __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_a
   return r;
 }
 
-// Scores of vectors first, first + kThreads, ... before ScoreScale::after; -inf where hidden, and
-// where no column is visible, -inf or nothing: both loops spill with the other's choice.
-// `meanwhile` is called when they are on their way. Returns the largest, or `largest`.
-template <typename Element, typename Mask, int kThreads, Reuse kReuse, bool kFillsHidden,
-          int kVectors, typename Meanwhile>
-__device__ __forceinline__ float LoadScores(const SoftmaxForwardParams& params,
-                                            const Row<kVectorSize<Element>>& row,
-                                            const MaskRow<Mask>& mask, int first, float largest,
-                                            float (&scores)[kVectors][kVectorSize<Element>],
-                                            const Meanwhile& meanwhile) {
-  constexpr int kSize = kVectorSize<Element>;
-  constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
-  constexpr bool kIsBool = std::is_same_v<Mask, uint8_t>;
-  uint32_t words[kVectors][4];
-  LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.x), row, first, words);
-  uint32_t mask_words[kVectors][kHasMask ? kSize * sizeof(Mask) / 4 : 1];
-  if constexpr (kHasMask) LoadMask<Mask, kThreads>(mask, row, first, mask_words);
-  meanwhile();
+// What a thread has of a row, before it is scores: vectors of x, and their mask.
+template <typename Element, typename Mask, int kVectors>
+struct RowInputs {
+  static constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
+  uint32_t x[kVectors][4];
+  uint32_t mask[kVectors][kHasMask ? kVectorSize<Element> * sizeof(Mask) / 4 : 1];
 
+  // Vectors first, first + kThreads, ...
+  template <int kThreads, Reuse kReuse>
+  __device__ __forceinline__ void Load(const SoftmaxForwardParams& params,
+                                       const Row<kVectorSize<Element>>& row,
+                                       const MaskRow<Mask>& mask_row, int first) {
+    LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.x), row, first, x);
+    if constexpr (kHasMask) LoadMask<Mask, kThreads>(mask_row, row, first, mask);
+  }
+};
+
+// Their scores before ScoreScale::after; -inf where hidden, and where no column is visible, -inf or
+// nothing: both loops spill with the other's choice. Returns the largest, or `largest`.
+template <typename Element, typename Mask, int kThreads, bool kFillsHidden, int kVectors>
+__device__ __forceinline__ float MakeScores(const SoftmaxForwardParams& params,
+                                            const Row<kVectorSize<Element>>& row, int first,
+                                            const RowInputs<Element, Mask, kVectors>& inputs,
+                                            float largest,
+                                            float (&scores)[kVectors][kVectorSize<Element>]) {
+  constexpr int kSize = kVectorSize<Element>;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int v = first + i * kThreads;
@@ -205,14 +213,14 @@ __device__ __forceinline__ float LoadScores(const SoftmaxForwardParams& params,
     }
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
-      const float x = GetElement<Element>(words[i], e);
-      if constexpr (!kHasMask) {
+      const float x = GetElement<Element>(inputs.x[i], e);
+      if constexpr (std::is_same_v<Mask, NoMask>) {
         scores[i][e] = x * params.scale.before;
-      } else if constexpr (kIsBool) {
-        const bool is_visible = GetElement<Mask>(mask_words[i], e) != 0.0f;
+      } else if constexpr (std::is_same_v<Mask, uint8_t>) {
+        const bool is_visible = GetElement<Mask>(inputs.mask[i], e) != 0.0f;
         scores[i][e] = is_visible ? x * params.scale.before : -INFINITY;
       } else {
-        scores[i][e] = x * params.scale.before + GetElement<Mask>(mask_words[i], e);
+        scores[i][e] = x * params.scale.before + GetElement<Mask>(inputs.mask[i], e);
       }
     }
     if (!Contains(row.clean, v)) {
@@ -255,15 +263,17 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   const Row<kSize> row = GetRow<kSize, kIsWhole>(params.rows, place.is_active, place.row, place.q);
   const MaskRow<Mask> mask = GetMaskRow<Mask, kIsWhole>(params.mask, place, row);
   const float offset = GetOffset(params, place);
-
-  float x[kVectors][kSize];  // Scores, then their exponentials.
-  Element* y = static_cast<Element*>(params.y);
-  // With a mask there are no registers for another begin than the row's, nor for zeros meanwhile.
+  // With a mask there are no registers for another begin than the row's.
   const int first = kHasMask ? thread : row.touched.begin + thread;
-  float largest = LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/false>(
-      params, row, mask, first, offset, x, [&] {
-        if constexpr (!kHasMask) StoreAllHidden<Element, kThreads>(y, row, thread);
-      });
+
+  RowInputs<Element, Mask, kVectors> inputs;
+  inputs.template Load<kThreads, Reuse::kNone>(params, row, mask, first);
+  // While these are on their way.
+  Element* y = static_cast<Element*>(params.y);
+  StoreHidden<Element, kThreads>(y, row, thread);
+  float x[kVectors][kSize];  // Scores, then their exponentials.
+  float largest = MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/false>(params, row, first,
+                                                                              inputs, offset, x);
   // Each warp takes exponentials relative to its own largest score: all of them are known only
   // after a barrier, and one is enough.
   largest = ReduceInWarp<kThreads>(largest, MaxOp{});
@@ -284,7 +294,6 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   float factor =
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   if (kThreads > 32) factor *= RelativeExp(largest, reference, params.scale.after);
-  if constexpr (kHasMask) StoreHidden<Element, kThreads, kVectors>(y, row, first);
   StoreVectors<Element, kThreads, kVectors>(y, row, first,
                                             [&](int i, int e) { return x[i][e] * factor; });
 }
@@ -305,13 +314,14 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const float offset = GetOffset(params, place);
 
   Element* y = static_cast<Element*>(params.y);
-  StoreAllHidden<Element, kThreads>(y, row, thread);
+  StoreHidden<Element, kThreads>(y, row, thread);
   float largest = -INFINITY, sum = 0.0f;  // Of this thread's columns so far.
+  RowInputs<Element, Mask, kChunkVectors> inputs;
   float x[kChunkVectors][kSize];
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
-    const float new_largest =
-        LoadScores<Element, Mask, kThreads, Reuse::kSoon, /*kFillsHidden=*/true>(
-            params, row, mask, chunk + thread, largest, x, [] {});
+    inputs.template Load<kThreads, Reuse::kSoon>(params, row, mask, chunk + thread);
+    const float new_largest = MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/true>(
+        params, row, chunk + thread, inputs, largest, x);
     const float reference = Reference(new_largest);
     sum *= RelativeExp(largest, reference, params.scale.after);
 #pragma unroll
@@ -329,8 +339,9 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   // Each thread reads again what it writes, and all have read once: right in place, too.
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
-    LoadScores<Element, Mask, kThreads, Reuse::kNone, /*kFillsHidden=*/true>(
-        params, row, mask, chunk + thread, largest, x, [] {});
+    inputs.template Load<kThreads, Reuse::kNone>(params, row, mask, chunk + thread);
+    MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/true>(params, row, chunk + thread, inputs,
+                                                               largest, x);
     StoreVectors<Element, kThreads, kChunkVectors>(y, row, chunk + thread, [&](int i, int e) {
       return RelativeExp(x[i][e], reference, params.scale.after) * inverse;
     });
@@ -402,7 +413,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 51
   const int first = row.touched.begin + thread;
   gradients.template Load<Reuse::kNone>(params, row, first);
   // While these are on their way.
-  StoreAllHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
+  StoreHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
   const float dot = SumOfRow<kThreads>(gradients.Dot(row, first));
   if (params.dot != nullptr && thread == 0 && IsActive<kThreads>(params.rows, index)) {
     params.dot[index] = dot;
@@ -418,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const Row<kVectorSize<Element>> row =
       GetRow<kVectorSize<Element>, /*kIsWhole=*/false, kThreads>(params.rows, blockIdx.x);
   Gradients<Element, kThreads, kChunkVectors> gradients;
-  StoreAllHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
+  StoreHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
   float dot = 0.0f;
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
     gradients.template Load<Reuse::kSoon>(params, row, chunk + thread);
