@@ -143,6 +143,7 @@ def check_attention(
   *,
   forward_only=False,
   deterministic=False,
+  sm_margin=0,
   is_mask_known=False,
   **options,
 ):
@@ -155,6 +156,7 @@ def check_attention(
     *fixed,
     ("implementation", implementation),
     ("deterministic", deterministic),
+    ("sm_margin", sm_margin),
   )
   if forward_only:
     ours = _ours_forward(inputs.all_operands, mask, ours_options)

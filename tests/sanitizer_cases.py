@@ -116,6 +116,11 @@ def _cases():
       f"attention-{dims[0]}-{dims[1]}-softcap",
       functools.partial(_attention, dims, _UNEVEN, False, softcap=3.0),
     )
+    # All tiles by one block of threads, which then begins one while another ends.
+    yield (
+      f"attention-{dims[0]}-{dims[1]}-alone",
+      functools.partial(_attention, dims, AttentionMask.causal(300, 400), False, sm_margin=131),
+    )
   yield "attention-batch", _batch
   yield from _bias_cases()
   for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.

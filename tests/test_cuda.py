@@ -114,6 +114,18 @@ def test_long_tiles(group):
   check_attention(inputs, mask, "cuda", is_mask_known=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_one_block_of_threads_for_all_tiles(head_dim, has_alibi):
+  """What it prepares for the next tile while it ends one; some see nothing, two in a row too."""
+  slices = [(0, 300, 0, 700, -40, 90), (300, 310, 1000, 1001, -(2**30), 2**30)]
+  mask = AttentionMask(np.array(slices, np.int32), 320, 1200)
+  shape = (mask.q_len, mask.k_len, 6, 3, head_dim, head_dim)
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], *shape, 0, has_alibi=has_alibi)
+  for is_mask_known in (False, True):
+    check_attention(inputs, mask, "cuda", is_mask_known=is_mask_known, sm_margin=131)
+
+
 @pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_empty_sequences(q_len, k_len, deterministic):

@@ -27,6 +27,7 @@ struct BackwardBlock {
   BackwardShared<Config>& shared;
   int warpgroup;  // Which consumer warpgroup.
   int thread;     // In the warpgroup.
+  int row_stage;  // Of the tile, where there are two: else ptxas shall know that it is 0.
   SoftmaxScale scale;
 
   float scores[kColumns / 2];  // Then tanh of them, with a cap, or probabilities.
@@ -39,6 +40,11 @@ struct BackwardBlock {
   // Where columns are: read ahead of their use, as shared memory is busy with products.
   float2 start[Config::kReadAhead ? kColumns / 8 : 1];
 
+  __device__ __forceinline__ int RowStage() const {
+    return Config::kRowStages == 1 ? 0 : row_stage;
+  }
+  __device__ __forceinline__ const RowTileInfo& Tile() const { return shared.tile[RowStage()]; }
+  __device__ __forceinline__ const Element* RowX() const { return shared.row_x[RowStage()]; }
   __device__ __forceinline__ int RowPart() const { return Config::kDimParts == 1 ? warpgroup : 0; }
   __device__ __forceinline__ int DimPart() const { return Config::kDimParts == 1 ? 0 : warpgroup; }
   // This thread's row `r`, 0 or 1, in the tile.
@@ -82,7 +88,7 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void LoadRowStatistics() {
-    const RowTileInfo& tile = shared.tile;
+    const RowTileInfo& tile = Tile();
     const int64_t head = int64_t{tile.batch} * params.num_q_heads + tile.row_head;
     const QueryStatistic* statistics = params.statistics + head * (params.padded_queries / 8);
 #pragma unroll
@@ -141,7 +147,7 @@ struct BackwardBlock {
     FenceRegisters(scores);
     FenceWgmma();
     MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, kProduct>(
-        RowDescriptor(shared.row_x + RowPart() * 64 * 64), kRowPanel,
+        RowDescriptor(RowX() + RowPart() * 64 * 64), kRowPanel,
         RowDescriptor(shared.column_x[stage]), kColumnPanel, scores);
     CommitWgmma();
   }
@@ -190,7 +196,7 @@ struct BackwardBlock {
     FenceRegisters(dq);
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
-        ColumnDescriptor(shared.row_x + DqPanel(step) * 64 * Config::kBlockRows, kRowPanel),
+        ColumnDescriptor(RowX() + DqPanel(step) * 64 * Config::kBlockRows, kRowPanel),
         RowDescriptor(source + DqFirstQuery() * 64), kColumnPanel, dq);
     CommitWgmma();
   }
@@ -198,7 +204,7 @@ struct BackwardBlock {
   // --- Element by element ---
 
   __device__ __forceinline__ void Hide(const BlockInfo& info) {
-    const int row = shared.tile.begin + RowAnew();
+    const int row = Tile().begin + RowAnew();
     const int rows[2] = {row, row + 8};
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }

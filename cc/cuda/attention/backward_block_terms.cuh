@@ -33,8 +33,8 @@ struct BackwardBlockTerms {
       AddTiles(ds, full, phase);
       return;
     }
-    const int batch = shared().tile.batch, head = shared().head[stage];
-    const int key = shared().tile.begin + block.RowAnew();
+    const int batch = block.Tile().batch, head = shared().head[stage];
+    const int key = block.Tile().begin + block.RowAnew();
     const int distance = key - (shared().block[stage].begin + 2 * (block.thread % 4));
     float factor = params().softmax_scale;
     const float slope = Slope(batch, head);
@@ -83,10 +83,10 @@ struct BackwardBlockTerms {
       Element* panel = ds + block.RowPart() * 64 * kColumns;
       return reinterpret_cast<float*>(panel + row * 64 + (chunk ^ (row % 8)) * 8) + key % 4;
     };
-    const int key = shared().tile.begin + block.RowPart() * 64 + int(warp * 16 + lane % 16);
+    const int key = block.Tile().begin + block.RowPart() * 64 + int(warp * 16 + lane % 16);
     const int first = shared().block[stage].begin + kPart * kHalf;
     const float* source = static_cast<const float*>(terms.bias) +
-                          terms.Offset(shared().tile.batch, shared().head[stage]) +
+                          terms.Offset(block.Tile().batch, shared().head[stage]) +
                           (first + int(lane / 16)) * terms.q_stride + key;
     __syncwarp();  // All have read the half before.
 #pragma unroll 1
@@ -115,10 +115,10 @@ struct BackwardBlockTerms {
     const bool has_sums = gradients.key_sums != nullptr || gradients.key_moments != nullptr;
     if (!has_sums && gradients.dbias_sums == nullptr) return;
     const float* ds = block.dp;
-    const int batch = shared().tile.batch, head = shared().head[stage];
-    const int key = shared().tile.begin + block.RowAnew();
+    const int batch = block.Tile().batch, head = shared().head[stage];
+    const int key = block.Tile().begin + block.RowAnew();
     const int query = shared().block[stage].begin + 2 * (block.thread % 4);
-    const int end = shared().tile.begin + shared().tile.num_rows;
+    const int end = block.Tile().begin + block.Tile().num_rows;
     if (has_sums) {
       float sum[2] = {0.0f, 0.0f}, moment[2] = {0.0f, 0.0f};
       block.ForEachPair([&](int e, int i, int r) {
@@ -157,8 +157,8 @@ struct BackwardBlockTerms {
   __device__ __forceinline__ void AddByQueries(int x_stage, int y_stage, uint32_t phase) const {
     const ScoreTerms& terms = params().terms;
     const unsigned thread = block.ThreadAnew();
-    const int batch = shared().tile.batch, head = shared().tile.row_head;
-    const int row = shared().tile.begin + block.RowAnew();
+    const int batch = block.Tile().batch, head = block.Tile().row_head;
+    const int row = block.Tile().begin + block.RowAnew();
     const int key = shared().block[x_stage].begin + 2 * int(thread % 4);
     const int num_keys = params().work.num_columns;
     float factor = params().softmax_scale;
@@ -184,7 +184,7 @@ struct BackwardBlockTerms {
       static_assert(2 * sizeof(Element) >= sizeof(float), "the stages are large enough");
       const StagedRows<kColumns> staged{reinterpret_cast<float*>(shared().bias[0]) +
                                         warp_row * kColumns};
-      const int first_row = shared().tile.begin + warp_row;
+      const int first_row = block.Tile().begin + warp_row;
       staged.Copy(static_cast<const float*>(terms.bias) + terms.Offset(batch, head) +
                       first_row * terms.q_stride,
                   terms.q_stride, params().q_len - first_row, shared().block[x_stage].begin,

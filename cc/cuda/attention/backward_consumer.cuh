@@ -28,7 +28,7 @@ struct BackwardConsumer {
         shared(shared),
         warpgroup(warpgroup),
         thread(thread),
-        block{params, shared, warpgroup, thread} {}
+        block{params, shared, warpgroup, thread, /*row_stage=*/0} {}
 
   __device__ __forceinline__ void Run() {
     if constexpr (Config::kHasTerms) {
@@ -40,10 +40,10 @@ struct BackwardConsumer {
     }
     if (Config::kTakesTurns && warpgroup == Config::kNumConsumers - 1) PassTurn();
     for (uint32_t phase = 0;;) {
-      Wait(&shared.row_full, phase);
+      Wait(&shared.row_full[block.RowStage()], phase);
       // By a shuffle: the compiler then knows that the loop is the same for a whole warp, and does
       // not compute descriptors in each thread.
-      const int num_blocks = LoadByWarp(shared.tile.num_blocks);
+      const int num_blocks = LoadByWarp(block.Tile().num_blocks);
       if (num_blocks < 0) break;
 #pragma unroll
       for (float& x : block.dx) x = 0.0f;
@@ -52,6 +52,11 @@ struct BackwardConsumer {
       if constexpr (!Config::kByKeys) block.LoadRowStatistics();
       if (num_blocks > 0) {
         if constexpr (Config::kRowYInRegisters) block.LoadRowY();
+        if constexpr (Config::kRowStages > 1) {
+          Arrive(&shared.row_y_empty);
+          // By a shuffle: the compiler then knows that it is the same for a whole warp.
+          block.row_stage = __shfl_sync(~0u, block.row_stage, 0);
+        }
         if constexpr (Config::kTakesTurns) {
           ComputeInTurns();
         } else if constexpr (Config::kInTwoBursts) {
@@ -59,11 +64,14 @@ struct BackwardConsumer {
         } else {
           Compute();
         }
+      } else if constexpr (Config::kRowStages > 1) {
+        Arrive(&shared.row_y_empty);  // Not before the question: ptxas would compute descriptors.
       }
-      const RowTileInfo tile = shared.tile;
+      const RowTileInfo tile = block.Tile();
       // The phase comes from shared memory, as no register is free through Compute().
-      phase = LoadByWarp(shared.tile.next_phase);
-      Arrive(&shared.row_empty);
+      phase = LoadByWarp(block.Tile().next_phase);
+      Arrive(&shared.row_empty[block.RowStage()]);
+      block.row_stage = (block.RowStage() + 1) % Config::kRowStages;
       block.Store(tile);
     }
     // The last turn is passed to warpgroup 0, which has to take it: barriers must be left even.
@@ -211,7 +219,7 @@ struct BackwardConsumer {
       if constexpr (Config::kStoresDs) {
         if (warpgroup == 0 && thread == 0) {
           shared.ds_info[ds_stage] = {shared.block[x_stage], shared.head[x_stage],
-                                      shared.tile.batch, shared.tile.begin};
+                                      block.Tile().batch, block.Tile().begin};
         }
       }
       FenceAsyncProxy();
@@ -398,7 +406,7 @@ struct BackwardConsumer {
     if (thread == 0) {
       shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = {
           block.DqPanel(step), shared.head[stage], shared.block[stage].begin + block.DqFirstQuery(),
-          shared.tile.batch};
+          block.Tile().batch};
     }
   }
 

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   if (thread == 0 && DynamicShared() != memory) __trap();
   if (thread == 0) {
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
-    InitBarrier(&shared.row_full, 1);
-    InitBarrier(&shared.row_empty, kConsumers);
+    InitRing(shared.row_full, shared.row_empty, 1, kConsumers);
+    InitBarrier(&shared.row_y_empty, kConsumers);
     InitRing(shared.x_full, shared.x_empty, 1, kConsumers);
     InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);

@@ -7,37 +7,57 @@
 namespace jax_magi::cuda {
 namespace {
 
+constexpr int kThreads = 256;
+constexpr int kVectorsPerThread = 8;  // Of zeros. Not tuned.
+
 struct PrepareArgs {
   const float *lse, *delta;  // [batch, q_len, num_q_heads]
   QueryStatistic* statistics;
   float factor;
-  int q_len, padded_queries, num_q_heads;
-  int64_t num_statistics;  // With those that are padded.
+  uint32_t q_len, num_eights, num_q_heads;  // Eight queries have a statistic.
+  uint32_t num_statistics, num_statistic_blocks;
   float4* dq;
   int64_t num_dq_vectors;  // 0: it is not summed.
   WorkCounter* counter;
 };
 
-__global__ void PrepareBackwardKernel(PrepareArgs args) {
+// Neighbours have the same eight queries of neighbouring heads, as lse has them side by side.
+__device__ __forceinline__ void MakeStatistic(const PrepareArgs& args) {
+  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
+  if (index >= args.num_statistics) return;
+  const uint32_t rows = index / args.num_q_heads, head = index % args.num_q_heads;
+  const uint32_t batch = rows / args.num_eights, eight = rows % args.num_eights;
+  QueryStatistic statistic;
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t query = eight * 8 + i;
+    const int64_t from = (int64_t{batch} * args.q_len + query) * args.num_q_heads + head;
+    const bool is_inside = query < args.q_len;
+    const float lse = is_inside ? args.lse[from] : -INFINITY;
+    statistic.start[i] = lse == -INFINITY ? -INFINITY : -lse * args.factor;
+    statistic.delta[i] = is_inside ? args.delta[from] : 0.0f;
+  }
+  args.statistics[(int64_t{batch} * args.num_q_heads + head) * args.num_eights + eight] = statistic;
+}
+
+__global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs args) {
   // This kernel came up while the one before it ended, and the next one may come up now.
   WaitForPreviousKernel();
   LetNextKernelStart();
-  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  if (first == 0) args.counter->next_work = args.counter->next_hidden = 0;
-  for (int64_t i = first; i < args.num_statistics; i += stride) {
-    const int64_t row = i / args.padded_queries;  // Of [batch, num_q_heads].
-    const int64_t batch = row / args.num_q_heads;
-    const int query = static_cast<int>(i % args.padded_queries);
-    const int64_t from =
-        (batch * args.q_len + query) * args.num_q_heads + row - batch * args.num_q_heads;
-    const bool is_inside = query < args.q_len;
-    const float lse = is_inside ? args.lse[from] : -INFINITY;
-    args.statistics[i / 8].start[i % 8] = lse == -INFINITY ? -INFINITY : -lse * args.factor;
-    args.statistics[i / 8].delta[i % 8] = is_inside ? args.delta[from] : 0.0f;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    args.counter->next_work = args.counter->next_hidden = 0;
   }
-  for (int64_t i = first; i < args.num_dq_vectors; i += stride) {
-    args.dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (blockIdx.x < args.num_statistic_blocks) {
+    MakeStatistic(args);
+    return;
+  }
+  const int64_t first =
+      int64_t{blockIdx.x - args.num_statistic_blocks} * (kThreads * kVectorsPerThread) +
+      threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i) {
+    const int64_t vector = first + i * kThreads;
+    if (vector < args.num_dq_vectors) args.dq[vector] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 
@@ -46,24 +66,29 @@ __global__ void PrepareBackwardKernel(PrepareArgs args) {
 cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
                             QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
+  const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
+  const auto num_q_heads = static_cast<uint32_t>(shape.num_q_heads);
+  const auto num_statistics = static_cast<uint32_t>(shape.batch) * num_q_heads * num_eights;
+  const uint32_t num_statistic_blocks = (num_statistics + kThreads - 1) / kThreads;
   const PrepareArgs prepare{
       args.lse,
       args.delta,
       statistics,
       factor,
-      static_cast<int>(shape.q_len),
-      PaddedQueries(shape.q_len),
-      static_cast<int>(shape.num_q_heads),
-      shape.batch * shape.num_q_heads * PaddedQueries(shape.q_len),
+      static_cast<uint32_t>(shape.q_len),
+      num_eights,
+      num_q_heads,
+      num_statistics,
+      num_statistic_blocks,
       reinterpret_cast<float4*>(sum.data),
       DqSumBytes(shape, sum.num_panels) / static_cast<int64_t>(sizeof(float4)),
       counter};
-  // Enough threads for all that a GPU holds at once, and no more than there is to do.
-  constexpr int kThreads = 256, kMaxBlocks = 132 * 8;
-  const int64_t most = std::max(prepare.num_statistics, prepare.num_dq_vectors);
-  const int num_blocks =
-      static_cast<int>(std::clamp<int64_t>((most + kThreads - 1) / kThreads, 1, kMaxBlocks));
-  return LaunchEarly(PrepareBackwardKernel, num_blocks, kThreads, 0, stream, prepare);
+  constexpr int kVectors = kThreads * kVectorsPerThread;
+  const int64_t num_zero_blocks = (prepare.num_dq_vectors + kVectors - 1) / kVectors;
+  // One at least: it resets the counter.
+  const int64_t num_blocks = std::max<int64_t>(num_statistic_blocks + num_zero_blocks, 1);
+  return LaunchEarly(PrepareBackwardKernel, static_cast<int>(num_blocks), kThreads, 0, stream,
+                     prepare);
 }
 
 }  // namespace jax_magi::cuda

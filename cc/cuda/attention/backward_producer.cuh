@@ -63,7 +63,7 @@ template <typename Config>
 struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
   using Element = typename Config::Element;
-  alignas(1024) Element row_x[Config::kBlockRows * Config::kHeadDim];
+  alignas(1024) Element row_x[Config::kRowStages][Config::kBlockRows * Config::kHeadDim];
   alignas(1024) Element row_y[Config::kBlockRows * Config::kValueDim];
   alignas(1024) Element column_x[kXStages][Config::kBlockColumns * Config::kHeadDim];
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
@@ -75,12 +75,13 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   QueryStatistic statistics[kXStages][Config::kByKeys ? Config::kBlockColumns / 8 : 1];
   BlockInfo block[kXStages];
   int32_t head[kXStages];  // The query head of the block.
-  RowTileInfo tile;
+  RowTileInfo tile[Config::kRowStages];
   WorkItem item;             // The producer's own.
   DqTarget dq_target[2][2];  // Of each warpgroup, and by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
-  uint64_t row_full, row_empty;
+  uint64_t row_full[Config::kRowStages], row_empty[Config::kRowStages];
+  uint64_t row_y_empty;  // Where these are two, row_y is one: it goes to registers at once.
   uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
   // One for each warpgroup, which arrives on `full` and waits on `empty`; AddDqToMemory does the
   // reverse.
@@ -126,10 +127,10 @@ struct BackwardProducer {
     } else {
       ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
     }
-    Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
+    const int stage = WaitForRowStage();
     if (lane == 0) {
-      shared.tile.num_blocks = -1;
-      Arrive(&shared.row_full);
+      shared.tile[stage].num_blocks = -1;
+      Arrive(&shared.row_full[stage]);
     }
   }
 
@@ -138,33 +139,43 @@ struct BackwardProducer {
     return shared.num_workers + atomicAdd(&params.work.counter->next_work, 1);
   }
 
+  // Returns the stage of the tile's rows when it is free.
+  __device__ __forceinline__ int WaitForRowStage() {
+    const int num_done = shared.item.num_done, stage = num_done % Config::kRowStages;
+    Wait(&shared.row_empty[stage], num_done / Config::kRowStages % 2 ^ 1);
+    if constexpr (Config::kRowStages > 1) Wait(&shared.row_y_empty, num_done % 2 ^ 1);
+    return stage;
+  }
+
   __device__ __forceinline__ void LoadTile() {
-    Wait(&shared.row_empty, shared.item.num_done % 2 ^ 1);
+    const int stage = WaitForRowStage();
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
       const int row_head = shared.item.pack / params.packs_per_row_head;
       const int pack_in_head = shared.item.pack % params.packs_per_row_head;
-      shared.tile = {tile.batch,
-                     row_head,
-                     pack_in_head,
-                     tile.begin,
-                     tile.num_rows,
-                     tile.num_blocks,
-                     shared.item.num_done % 2 ^ 1};
+      const uint32_t next = shared.item.num_done + 1;
+      shared.tile[stage] = {tile.batch,
+                            row_head,
+                            pack_in_head,
+                            tile.begin,
+                            tile.num_rows,
+                            tile.num_blocks,
+                            next / Config::kRowStages % 2};
       if (tile.num_blocks > 0) {
-        ArriveExpectBytes(&shared.row_full, sizeof(shared.row_x) + sizeof(shared.row_y));
+        uint64_t* full = &shared.row_full[stage];
+        ArriveExpectBytes(full, sizeof(shared.row_x[stage]) + sizeof(shared.row_y));
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
-          LoadBox(&params.row_x_map, &shared.row_full, shared.row_x + d * Config::kBlockRows, d,
+          LoadBox(&params.row_x_map, full, shared.row_x[stage] + d * Config::kBlockRows, d,
                   row_head, tile.begin, tile.batch);
         }
 #pragma unroll
         for (int d = 0; d < Config::kValueDim; d += 64) {
-          LoadBox(&params.row_y_map, &shared.row_full, shared.row_y + d * Config::kBlockRows, d,
-                  row_head, tile.begin, tile.batch);
+          LoadBox(&params.row_y_map, full, shared.row_y + d * Config::kBlockRows, d, row_head,
+                  tile.begin, tile.batch);
         }
       } else {
-        Arrive(&shared.row_full);
+        Arrive(&shared.row_full[stage]);
       }
     }
     if (lane == 0) {

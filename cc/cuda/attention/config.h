@@ -96,7 +96,11 @@ struct BackwardTile<64, kHasSoftcap, kPart> {
   // Taking turns, the part for keys and values starts scores at -lse, and has fewer registers left.
   static constexpr int kUncapped = kPart == BackwardPart::kKeysValues ? 96 : 128;
   static constexpr int kBlockColumns = kHasSoftcap ? 64 : kUncapped;
-  static constexpr int kXStages = 3, kYStages = kPart == BackwardPart::kAll ? 2 : 3;
+  // Two of rows: the next tile's are there when this one ends. Tiles are short under a window, as
+  // there are no other heads whose queries they meet.
+  static constexpr int kRowStages = kPart == BackwardPart::kAll && !kHasSoftcap ? 2 : 1;
+  static constexpr int kXStages = kRowStages == 2 ? 2 : 3;
+  static constexpr int kYStages = kPart == BackwardPart::kAll ? 2 : 3;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<128, kHasSoftcap, kPart> {
@@ -105,12 +109,12 @@ struct BackwardTile<128, kHasSoftcap, kPart> {
   static constexpr int kDimParts = 1;
   static constexpr int kUncapped = kIsWide ? 128 : kPart == BackwardPart::kAll ? 80 : 64;
   static constexpr int kBlockColumns = !kHasSoftcap ? kUncapped : kIsWide ? 96 : 48;
-  static constexpr int kXStages = kBlockColumns > 64 ? 2 : 3, kYStages = 2;
+  static constexpr int kRowStages = 1, kXStages = kBlockColumns > 64 ? 2 : 3, kYStages = 2;
 };
 template <bool kHasSoftcap, BackwardPart kPart>
 struct BackwardTile<256, kHasSoftcap, kPart> {
   static constexpr int kDimParts = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
-  static constexpr int kXStages = 2, kYStages = 2;
+  static constexpr int kRowStages = 1, kXStages = 2, kYStages = 2;
 };
 
 template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart,
@@ -166,6 +170,7 @@ struct BackwardConfig : Tile_ {
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
 
   static_assert(kHeadDim % 64 == 0, "a swizzled panel is 64 wide");
+  static_assert(Tile::kRowStages == 1 || kRowYInRegisters, "values have one stage");
   static_assert(Tile::kBlockColumns % 16 == 0 && Tile::kBlockColumns <= 256,
                 "wgmma's K and N, and TMA's box");
   static_assert(kSplitQueries || kDqSteps * kNumConsumers * 64 == kHeadDim,

@@ -41,7 +41,7 @@ template <int kHeadDim, BackwardPart kPart, Terms kTerms>
 struct BackwardTermsTile {
   static constexpr int kDimParts = 1;
   static constexpr int kBlockColumns = 64;
-  static constexpr int kXStages = 3, kYStages = 2;
+  static constexpr int kRowStages = 1, kXStages = 3, kYStages = 2;
 };
 // Blocks of slopes alone are as wide as without terms.
 template <int kHeadDim, BackwardPart kPart>
