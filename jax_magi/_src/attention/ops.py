@@ -128,9 +128,12 @@ def delta(out, lse, dout, dlse):
 
   With P = softmax(S), dS = P * (dP - rowsum(dout * out)); the gradient of lse adds P * dlse.
   """
-  row_delta = jnp.sum(out.astype(np.float32) * dout.astype(np.float32), axis=-1) - dlse
-  # A row that sees nothing has no gradient, whatever the caller made of its lse.
-  return jnp.where(lse == -jnp.inf, 0.0, row_delta)
+  # A row that sees nothing has no gradient, whatever the caller made of its lse. Asked inside the
+  # sum: without a gradient of lse, XLA then makes one kernel of all this.
+  is_seeing = lse != -jnp.inf
+  products = out.astype(np.float32) * dout.astype(np.float32)
+  row_sum = jnp.sum(jnp.where(is_seeing[..., None], products, 0.0), axis=-1)
+  return row_sum - jnp.where(is_seeing, dlse, 0.0)
 
 
 def backward(
