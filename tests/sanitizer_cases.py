@@ -5,9 +5,10 @@ XLA_PYTHON_CLIENT_ALLOCATOR=platform \\
 
 and likewise with `--tool racecheck`, `--tool synccheck` and `--tool initcheck`. The platform's
 allocator gives every array memory of its own; in a pool, a kernel that reads or writes past its
-array would hit another one, and memcheck would see nothing. `--kernel-regex kns=jax_magi` leaves
+array would hit another one, and memcheck would see nothing. `--kernel-name kns=jax_magi` leaves
 XLA's own kernels out, which is faster; not for initcheck, which has to see them write what ours
-read.
+read. In some long runs compute-sanitizer itself ended with a segmentation fault: `--only` runs part
+of the cases.
 
 Results are held to the accuracy rule, so that a run that went wrong otherwise does not pass.
 """
