@@ -96,8 +96,8 @@ struct BackwardTile<64, kHasSoftcap, kPart> {
   // Taking turns, the part for keys and values starts scores at -lse, and has fewer registers left.
   static constexpr int kUncapped = kPart == BackwardPart::kKeysValues ? 96 : 128;
   static constexpr int kBlockColumns = kHasSoftcap ? 64 : kUncapped;
-  // Two of rows: the next tile's are there when this one ends. Tiles are short under a window, as
-  // there are no other heads whose queries they meet.
+  // Two of rows, for which queries give up their third: the next tile's are there when this one
+  // ends. Under a window tiles are short, unless many heads share their keys.
   static constexpr int kRowStages = kPart == BackwardPart::kAll && !kHasSoftcap ? 2 : 1;
   static constexpr int kXStages = kRowStages == 2 ? 2 : 3;
   static constexpr int kYStages = kPart == BackwardPart::kAll ? 2 : 3;
