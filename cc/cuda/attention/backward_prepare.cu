@@ -69,7 +69,7 @@ cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum&
   const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
   const auto num_q_heads = static_cast<uint32_t>(shape.num_q_heads);
   const auto num_statistics = static_cast<uint32_t>(shape.batch) * num_q_heads * num_eights;
-  const uint32_t num_statistic_blocks = (num_statistics + kThreads - 1) / kThreads;
+  const uint32_t num_statistic_blocks = CeilDiv(num_statistics, kThreads);
   const PrepareArgs prepare{
       args.lse,
       args.delta,

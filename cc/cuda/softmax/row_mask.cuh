@@ -10,10 +10,12 @@ namespace jax_magi::cuda {
 
 // Mask elements are uint8_t (a boolean), what x has, or float; or there is none.
 struct NoMask {};
+template <typename Mask>
+constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
 
 // Whether its part of a row takes no more registers than that of x.
 template <typename Element, typename Mask>
-constexpr bool kIsMaskShort = std::is_same_v<Mask, NoMask> || sizeof(Mask) <= sizeof(Element);
+constexpr bool kIsMaskShort = !kHasMask<Mask> || sizeof(Mask) <= sizeof(Element);
 
 // Where a thread's row is.
 struct RowPlace {

@@ -99,8 +99,7 @@ template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
   const bool is_whole = AreRowsWhole<Element>(params.rows, params.mask);
   return WithSpread(
-      ForwardSpreads<Element, Mask>{},
-      MaxVectors<Element>(params.rows, /*has_mask=*/!std::is_same_v<Mask, NoMask>),
+      ForwardSpreads<Element, Mask>{}, MaxVectors<Element>(params.rows, kHasMask<Mask>),
       [&](auto spread) {
         constexpr int kThreads = decltype(spread)::kThreads, kVectors = decltype(spread)::kVectors;
         if constexpr (kVectors == 0) {

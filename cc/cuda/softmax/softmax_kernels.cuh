@@ -180,9 +180,8 @@ __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_a
 // What a thread has of a row, before it is scores: vectors of x, and their mask.
 template <typename Element, typename Mask, int kVectors>
 struct RowInputs {
-  static constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
   uint32_t x[kVectors][4];
-  uint32_t mask[kVectors][kHasMask ? kVectorSize<Element> * sizeof(Mask) / 4 : 1];
+  uint32_t mask[kVectors][kHasMask<Mask> ? kVectorSize<Element> * sizeof(Mask) / 4 : 1];
 
   // Vectors first, first + kThreads, ...
   template <int kThreads, Reuse kReuse>
@@ -190,7 +189,7 @@ struct RowInputs {
                                        const Row<kVectorSize<Element>>& row,
                                        const MaskRow<Mask>& mask_row, int first) {
     LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.x), row, first, x);
-    if constexpr (kHasMask) LoadMask<Mask, kThreads>(mask_row, row, first, mask);
+    if constexpr (kHasMask<Mask>) LoadMask<Mask, kThreads>(mask_row, row, first, mask);
   }
 };
 
@@ -214,7 +213,7 @@ __device__ __forceinline__ float MakeScores(const SoftmaxForwardParams& params,
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
       const float x = GetElement<Element>(inputs.x[i], e);
-      if constexpr (std::is_same_v<Mask, NoMask>) {
+      if constexpr (!kHasMask<Mask>) {
         scores[i][e] = x * params.scale.before;
       } else if constexpr (std::is_same_v<Mask, uint8_t>) {
         const bool is_visible = GetElement<Mask>(inputs.mask[i], e) != 0.0f;
@@ -257,14 +256,13 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
                                   MinBlocks(kThreads, kForwardThreads<Element, Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
-  constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
   const int thread = threadIdx.x % kThreads;
-  const RowPlace place = FindRow<kThreads>(params, kHasMask);
+  const RowPlace place = FindRow<kThreads>(params, kHasMask<Mask>);
   const Row<kSize> row = GetRow<kSize, kIsWhole>(params.rows, place.is_active, place.row, place.q);
   const MaskRow<Mask> mask = GetMaskRow<Mask, kIsWhole>(params.mask, place, row);
   const float offset = GetOffset(params, place);
   // With a mask there are no registers for another begin than the row's.
-  const int first = kHasMask ? thread : row.touched.begin + thread;
+  const int first = kHasMask<Mask> ? thread : row.touched.begin + thread;
 
   RowInputs<Element, Mask, kVectors> inputs;
   inputs.template Load<kThreads, Reuse::kNone>(params, row, mask, first);
@@ -307,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   constexpr int kSize = kVectorSize<Element>;
   constexpr int kStep = kThreads * kChunkVectors;
   const int thread = threadIdx.x;
-  const RowPlace place = FindRow<kThreads>(params, /*has_mask=*/!std::is_same_v<Mask, NoMask>);
+  const RowPlace place = FindRow<kThreads>(params, kHasMask<Mask>);
   const Row<kSize> row =
       GetRow<kSize, /*kIsWhole=*/false>(params.rows, place.is_active, place.row, place.q);
   const MaskRow<Mask> mask = GetMaskRow<Mask, /*kIsWhole=*/false>(params.mask, place, row);
