@@ -128,6 +128,8 @@ struct AttentionNeeds {
   bool is_dbias_summed = false;
   // What kernels derive from a mask that is known; none where they do it in each call.
   std::vector<int32_t> tile_list;
+  // Of such a list that an operation of the device makes, where the mask is not known; 0: none.
+  int64_t tile_list_words = 0;
   // An estimate of the time that the list takes, to choose between lists of the same pairs.
   int64_t tile_cost = 0;
   // By what the list was made. A handler refuses a list with another stamp than its own.

@@ -21,7 +21,7 @@ from tests.random_masks import (
 )
 
 _ROWS = 3
-_TARGETS = ("jax_magi_attention_forward", "jax_magi_attention_backward")
+_TARGETS = tuple(f"jax_magi_attention_{name}" for name in ("forward", "backward", "tile_list"))
 
 
 # --- how it is called ---

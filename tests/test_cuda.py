@@ -282,6 +282,47 @@ def test_runs_inside_a_command_buffer():
   np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("is_scan", [False, True])
+def test_layers_share_the_list_of_a_traced_mask(is_scan):
+  """XLA makes one operation of theirs, forward and backward each, and takes it out of a loop."""
+  mask = AttentionMask.from_cu_seqlens([0, 100, 350, 400], causal=True)
+  q, k, v = _arrays((400, 4, 64), (400, 2, 64), (400, 2, 64))
+
+  def layer(q, mask):
+    return jax_magi.attention(2 * q, k, v, mask, implementation="cuda")[0]
+
+  def loss(q, mask):
+    if is_scan:
+      q, _ = jax.lax.scan(lambda q, _: (layer(q, mask), None), q, None, length=4)
+    else:
+      for _ in range(4):
+        q = layer(q, mask)
+    return q.astype(jnp.float32).sum(), q
+
+  mask = jax.device_put(mask)
+  program = jax.jit(jax.grad(loss, has_aux=True)).lower(q, mask).compile()
+  text = program.as_text()
+  makes_list = 'custom_call_target="jax_magi_attention_tile_list"'
+  assert text.count(makes_list) == 2
+  loops = re.findall(r"body=%([\w.-]+)", text)
+  assert len(loops) == (2 if is_scan else 0)
+  for computation in text.split("\n\n"):
+    assert makes_list not in computation or not computation.startswith(tuple(f"%{x} " for x in loops))
+  gradient, out = program(q, mask)
+  alone = jax.jit(layer)
+  pulls, expected = [], q
+  for _ in range(4):
+    expected, pull = jax.vjp(lambda q: alone(q, mask), expected)
+    pulls.append(pull)
+  np.testing.assert_array_equal(out, expected)
+  expected = jnp.ones_like(q)
+  for pull in reversed(pulls):
+    (expected,) = pull(expected)
+  np.testing.assert_allclose(
+    np.asarray(gradient, np.float32), np.asarray(expected, np.float32), rtol=0.05, atol=0.05
+  )
+
+
 @pytest.mark.parametrize(("change", "match"), [(0, None), (1, "tile list of another version")])
 def test_tile_list_of_another_tiling_is_refused(change, match):
   """A program may outlive the build that made its list."""

@@ -1,8 +1,11 @@
-"""Lists of tiles that the CUDA kernels get for concrete masks: made on the host, without a GPU."""
+"""Lists of tiles that the CUDA kernels get: those of concrete masks, made without a GPU."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native.backends import HOPPER
@@ -195,7 +198,34 @@ def test_lists_in_the_workspace_are_aligned(deterministic):
 
 def test_deterministic_gradients_have_no_list_in_advance():
   needs = _needs(AttentionMask.causal(1000), is_backward=True, deterministic=True)
-  assert not needs.tile_list and not needs.is_dq_summed
+  assert not needs.tile_list and not needs.tile_list_words and not needs.is_dq_summed
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_room_for_a_list_that_the_device_makes(is_backward):
+  """It may cut at both ends of each slice, has a head of one tile's size, and a list to sort."""
+  mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000])
+  needs = _needs(mask, is_backward=is_backward, static_slices=None)
+  most_rows = (needs.tile_stamp >> 10) & 1023
+  assert needs.tile_list_words == 8 * (1 + 2 * (-(-3000 // most_rows) + 2 * mask.slices.shape[0]))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_masks_that_are_not_known_have_an_operation_that_makes_the_list(is_known, deterministic):
+  """One in each pass; but the deterministic backward pass makes its two in the call."""
+  mask = AttentionMask.causal(256)
+  x = jax.ShapeDtypeStruct((256, 2, 64), jnp.bfloat16)
+
+  def loss(q, slices):
+    used = mask if is_known else AttentionMask(slices, 256, 256)
+    return jax_magi.attention(q, q, q, used, deterministic=deterministic)[0].sum()
+
+  traced = jax.jit(jax.grad(loss)).trace(x, jax.ShapeDtypeStruct(mask.slices.shape, np.int32))
+  text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert text.count("@jax_magi_attention_forward") == text.count("@jax_magi_attention_backward") == 1
+  expected = 0 if is_known else 2 - deterministic
+  assert text.count("@jax_magi_attention_tile_list") == expected
 
 
 @pytest.mark.parametrize(("length", "most_rows"), [(1024, 128), (1100, 192), (8192, 192)])

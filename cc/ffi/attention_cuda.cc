@@ -20,30 +20,38 @@ void AddTerms(const Args& args, AttentionCall* call) {
   call->bias_layout = args.bias_layout;
 }
 
+// Of a list of tiles, or what one is to be made by.
+ffi::Error CheckStamp(const std::string& context, int32_t stamp, int32_t expected) {
+  if (stamp == expected) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(
+      context + ": the program has a tile list of another version of jax_magi (stamp " +
+      std::to_string(stamp) + ", expected " + std::to_string(expected) +
+      "); trace or export it again");
+}
+
 // Checks what only the GPU's kernels ask for, and makes the options of a launch.
 ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
                          ffi::AnyBuffer tile_list, ffi::AnyBuffer workspace, int32_t sm_margin,
                          int32_t tile_stamp, cudaStream_t stream, cuda::LaunchOptions* options) {
-  const bool has_tile_list = tile_list.element_count() > 0;
-  const cuda::CallLayout layout = cuda::LayoutOf(call, has_tile_list);
+  const cuda::CallLayout layout = cuda::LayoutOf(call);
   if (call.shape.head_dim % 8 || call.shape.value_dim % 8) {
     return ffi::Error::InvalidArgument(context + ": head dims must be multiples of 8 on CUDA");
   }
-  if (has_tile_list && !call.shape.shared_slices) {
-    return ffi::Error::InvalidArgument(context + ": a tile list is for one slice list");
-  }
-  const bool has_long_tiles = has_tile_list && (tile_stamp & cuda::kLongTilesStamp) != 0;
-  if (has_tile_list && (tile_stamp & ~cuda::kLongTilesStamp) != layout.tiling.stamp()) {
-    return ffi::Error::InvalidArgument(
-        context + ": the program has a tile list of another version of jax_magi (stamp " +
-        std::to_string(tile_stamp) + ", expected " + std::to_string(layout.tiling.stamp()) +
-        "); trace or export it again");
+  // The launch says so where no kernel was built.
+  const bool takes_list = layout.tiling.num_rows > 0 && !cuda::MakesOwnLists(call);
+  if (takes_list) {
+    JAX_MAGI_RETURN_IF_ERROR(
+        CheckStamp(context, tile_stamp & ~cuda::kLongTilesStamp, layout.tiling.stamp()));
+    if (tile_list.size_bytes() < sizeof(cuda::TileList)) {
+      return Invalid(context.c_str(), "tile_list", "is missing");
+    }
   }
   if (static_cast<int64_t>(workspace.size_bytes()) < layout.workspace_bytes) {
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
-  *options = {has_tile_list ? static_cast<const int32_t*>(tile_list.untyped_data()) : nullptr,
-              has_long_tiles, workspace.untyped_data(), sm_margin, stream};
+  *options = {takes_list ? static_cast<const cuda::TileList*>(tile_list.untyped_data()) : nullptr,
+              (tile_stamp & cuda::kLongTilesStamp) != 0, workspace.untyped_data(), sm_margin,
+              stream};
   return ffi::Error::Success();
 }
 
@@ -124,10 +132,41 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(
       DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
-  const int64_t more = static_cast<int64_t>(workspace->size_bytes()) -
-                       cuda::LayoutOf(call, tile_list.element_count() > 0).workspace_bytes;
+  const int64_t more =
+      static_cast<int64_t>(workspace->size_bytes()) - cuda::LayoutOf(call).workspace_bytes;
   return ToError(context, cuda::AttentionBackward(args, cuda::NumPartsIn(args.shape, more),
                                                   deterministic, options));
+}
+
+ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
+                        ffi::Result<ffi::AnyBuffer> tile_list, int32_t q_len, int32_t k_len,
+                        int32_t tile_stamp) {
+  const char* context = "jax_magi attention tile list";
+  const auto dims = slices.dimensions();
+  if (dims.size() != 3) return Invalid(context, "slices", "must have 3 dimensions");
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"slices", slices}, {dims[0], dims[1], 6}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"slices", slices}, {ffi::S32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"tile_list", *tile_list}}));
+  if (q_len < 0 || q_len >= kUnbounded) return Invalid(context, "q_len", "is out of range");
+  if (k_len < 0 || k_len >= kUnbounded) return Invalid(context, "k_len", "is out of range");
+  const cuda::Tiling tiling = cuda::Tiling::OfStamp(tile_stamp);
+  JAX_MAGI_RETURN_IF_ERROR(CheckStamp(context, tile_stamp, tiling.stamp()));
+  if (tiling.num_rows == 0 || tiling.num_columns == 0) {
+    return Invalid(context, "tile_stamp", "has tiles without rows or columns");
+  }
+  AttentionShape shape{};
+  shape.batch = dims[0];
+  shape.q_len = q_len;
+  shape.k_len = k_len;
+  shape.num_slices = dims[1];
+  if (shape.batch == 0) return ffi::Error::Success();
+  if (static_cast<int64_t>(tile_list->size_bytes()) < cuda::TileListBytes(shape, tiling)) {
+    return Invalid(context, "tile_list", "is too small");
+  }
+  auto* list = static_cast<cuda::TileList*>(tile_list->untyped_data());
+  return ToError(context, cuda::MakeTileList(shape, tiling,
+                                             static_cast<const Slice*>(slices.untyped_data()), list,
+                                             /*counter=*/nullptr, stream));
 }
 
 }  // namespace
@@ -140,6 +179,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_forward, jax_magi::Forward
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_backward, jax_magi::Backward,
                               jax_magi::BackwardBinding<ffi::PlatformStream<cudaStream_t>>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_tile_list, jax_magi::MakeTileList,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // slices
+                                  .Ret<ffi::AnyBuffer>()  // tile_list
+                                  .Attr<int32_t>("q_len")
+                                  .Attr<int32_t>("k_len")
+                                  .Attr<int32_t>("tile_stamp"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::AttentionCall& call,

@@ -31,6 +31,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       .def_ro("is_dbias_summed", &AttentionNeeds::is_dbias_summed)
       .def_ro("tile_cost", &AttentionNeeds::tile_cost)
       .def_ro("tile_stamp", &AttentionNeeds::tile_stamp)
+      .def_ro("tile_list_words", &AttentionNeeds::tile_list_words)
       .def_prop_ro("tile_list", [](const AttentionNeeds& self) {
         return nb::bytes(reinterpret_cast<const char*>(self.tile_list.data()),
                          self.tile_list.size() * sizeof(int32_t));

@@ -139,50 +139,46 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
 
 namespace {
 
-CallLayout LayoutWithTerms(const AttentionCall& call, bool has_tile_list) {
+CallLayout LayoutWithTerms(const AttentionCall& call) {
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
     const ForwardTermsEntry* entry = Find(kForwardTerms, shape, call.dtype);
     if (entry == nullptr) return {};
-    const Tiling tiling = entry->tiling(shape);
-    return {tiling, TileListBytes(shape, tiling, has_tile_list)};
+    return {entry->tiling(shape), sizeof(WorkCounter)};
   }
   const BackwardTermsEntry* entry = Find(kBackwardTerms, shape, call.dtype);
   if (entry == nullptr) return {};
   const bool are_slopes_alone = AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes);
   const Tiling tiling = entry->tiling(BackwardPart::kAll, are_slopes_alone);
-  const bool keeps_list = has_tile_list && !call.deterministic;
-  int64_t num_bytes =
-      StatisticsBytes(shape) + TileListBytes(shape, tiling, keeps_list) + TermGradientsBytes(call);
+  int64_t num_bytes = StatisticsBytes(shape) + TermGradientsBytes(call);
   if (call.deterministic) {
-    num_bytes += TileListBytes(shape, entry->tiling(BackwardPart::kQueries, false), false);
+    num_bytes +=
+        WorkBytes(shape, tiling) + WorkBytes(shape, entry->tiling(BackwardPart::kQueries, false));
   } else {
-    num_bytes += DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
+    num_bytes += sizeof(WorkCounter) + DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
   }
   return {tiling, num_bytes};
 }
 
 }  // namespace
 
-CallLayout LayoutOf(const AttentionCall& call, bool has_tile_list) {
-  if (HasTerms(call)) return LayoutWithTerms(call, has_tile_list);
+CallLayout LayoutOf(const AttentionCall& call) {
+  if (HasTerms(call)) return LayoutWithTerms(call);
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
     const ForwardEntry* entry = Find(kForward, shape, call.dtype);
     if (entry == nullptr) return {};
-    const Tiling tiling = entry->tiling(shape, call.has_softcap);
-    return {tiling, TileListBytes(shape, tiling, has_tile_list)};
+    return {entry->tiling(shape, call.has_softcap), sizeof(WorkCounter)};
   }
   const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
   if (entry == nullptr) return {};
   const auto tiling = [&](BackwardPart part) { return entry->tiling(call.has_softcap, part); };
-  const auto bytes = [&](BackwardPart part) {
-    return TileListBytes(shape, tiling(part), has_tile_list && !call.deterministic);
-  };
+  const auto bytes = [&](BackwardPart part) { return WorkBytes(shape, tiling(part)); };
   const int64_t statistics = StatisticsBytes(shape);
   if (!call.deterministic) {
     const int64_t sum = DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
-    return {tiling(BackwardPart::kAll), sum + statistics + bytes(BackwardPart::kAll)};
+    return {tiling(BackwardPart::kAll),
+            sum + statistics + static_cast<int64_t>(sizeof(WorkCounter))};
   }
   return {tiling(BackwardPart::kKeysValues),
           statistics + bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)};
@@ -192,11 +188,14 @@ std::vector<std::string> ForwardVariants() { return NamesOf(kForward); }
 std::vector<std::string> BackwardVariants() { return NamesOf(kBackward); }
 
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
-  const CallLayout layout = LayoutOf(call, /*has_tile_list=*/slices != nullptr);
+  const CallLayout layout = LayoutOf(call);
   AttentionNeeds needs;
   if (layout.tiling.num_rows == 0) return needs;  // The call will say that it was not built.
   needs.workspace_bytes = layout.workspace_bytes;
   needs.tile_stamp = layout.tiling.stamp();
+  if (!MakesOwnLists(call)) {
+    needs.tile_list_words = TileListBytes(call.shape, layout.tiling) / sizeof(int32_t);
+  }
   if (slices != nullptr) {
     TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
     needs.tile_list = std::move(plan.tile_list);
@@ -208,7 +207,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);
-    if (call.deterministic) needs.tile_list.clear();
+    if (MakesOwnLists(call)) needs.tile_list.clear();
   }
   return needs;
 }

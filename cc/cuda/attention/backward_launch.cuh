@@ -34,13 +34,15 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   int64_t heads_per_section =
       std::clamp<int64_t>(kWorkPerSection / (num_tiles * num_parts), 1, num_row_heads);
   while (num_row_heads % heads_per_section) --heads_per_section;
-  if (options.tile_list == nullptr) {
-    JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTileList(shape, kTiling, args.slices,
-                                                  /*has_tile_list=*/false, options.workspace,
-                                                  /*max_logits=*/nullptr, options.stream));
+  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  const TileList* tile_list = options.tile_list;
+  if (tile_list == nullptr) {
+    auto* own = reinterpret_cast<TileList*>(counter + 1);
+    JAX_MAGI_RETURN_IF_BAD(MakeTileList(shape, kTiling, args.slices, own, counter, options.stream));
+    tile_list = own;
   }
   BackwardParamsOf<Config> params;
-  params.work = MakeWork(shape, kTiling, args.slices, options, num_packs,
+  params.work = MakeWork(shape, kTiling, args.slices, tile_list, counter, num_packs,
                          static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
 
   // Queries or keys, by their role.
@@ -156,10 +158,9 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
     JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
     return {};
   }
-  first.tile_list = nullptr;  // It would have to be two.
   LaunchOptions second = first;
-  second.workspace = static_cast<char*>(first.workspace) +
-                     TileListBytes(shape, kBackwardTiling<KeysValues>, /*has_tile_list=*/false);
+  second.workspace =
+      static_cast<char*>(first.workspace) + WorkBytes(shape, kBackwardTiling<KeysValues>);
   if (shape.k_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
         LaunchBackwardPart<KeysValues>(args, num_parts, statistics, nullptr, first));

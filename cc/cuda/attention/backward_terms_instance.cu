@@ -19,12 +19,12 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   // The rest of the workspace: the counter and list of each run, and sums of the terms' gradients.
   auto [args, sum, parts, statistics, first] =
       SplitWorkspace(call, deterministic ? 0 : kHeadDim / 64, num_parts, options);
-  if (deterministic) first.tile_list = nullptr;  // It would have to be two.
   LaunchOptions second = first;
-  second.workspace = static_cast<char*>(first.workspace) +
-                     TileListBytes(shape, kBackwardTiling<All>, first.tile_list != nullptr);
-  char* sums = static_cast<char*>(second.workspace);
-  if (deterministic) sums += TileListBytes(shape, kBackwardTiling<Queries>, false);
+  char* sums = static_cast<char*>(first.workspace) + sizeof(WorkCounter);
+  if (deterministic) {
+    second.workspace = static_cast<char*>(first.workspace) + WorkBytes(shape, kBackwardTiling<All>);
+    sums = static_cast<char*>(second.workspace) + WorkBytes(shape, kBackwardTiling<Queries>);
+  }
 
   TermGradients gradients;
   const bool is_bias_alone =

@@ -38,15 +38,12 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   // A cluster takes one for each of its blocks of threads at once.
   const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
-  const bool has_tile_list = options.tile_list != nullptr;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTileList(shape, tiling, args.slices, has_tile_list,
-                                                options.workspace, args.max_logits,
-                                                options.stream));
+  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, args.max_logits, options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
-  params.work = MakeWork(shape, tiling, args.slices, options, num_packs,
-                         PacksPerSection(shape, packs_per_kv_head),
-                         /*is_ready=*/has_tile_list);
+  params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
+                         PacksPerSection(shape, packs_per_kv_head), /*is_ready=*/true);
   // Without keys, these are described but never read.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;

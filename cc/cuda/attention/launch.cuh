@@ -19,16 +19,14 @@ namespace jax_magi::cuda {
 // Says what work there is: each tile for `num_packs` packs of heads. Where it is not ready, the
 // kernel before makes the list of tiles, or what the producer loads first.
 inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                           const LaunchOptions& options, int num_packs, int packs_per_section,
-                           bool is_ready) {
-  auto* counter = static_cast<WorkCounter*>(options.workspace);
+                           const TileList* list, WorkCounter* counter, int num_packs,
+                           int packs_per_section, bool is_ready) {
   WorkParams work;
   work.slices = slices;
   work.num_slices = static_cast<int>(shape.num_slices);
   work.num_rows = NumRows(shape, tiling);
   work.num_columns = NumColumns(shape, tiling);
-  work.list = options.tile_list != nullptr ? reinterpret_cast<const TileList*>(options.tile_list)
-                                           : reinterpret_cast<const TileList*>(counter + 1);
+  work.list = list;
   work.counter = counter;
   work.is_ready = is_ready;
   work.num_repeats = shape.shared_slices ? static_cast<uint32_t>(shape.batch) : 1;

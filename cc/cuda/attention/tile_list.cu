@@ -74,29 +74,30 @@ __device__ int BinOf(const Tile& tile) {
   return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
 }
 
-__device__ void Reset(WorkCounter* counter, float* max_logits, int num_max_logits) {
-  // This kernel came up while the one before it ended. The attention kernel may come up now: it
-  // waits for this one where it must, and all before it have ended.
+// This kernel came up while the one before it ended. The next one may come up now: it waits for
+// this one where it must, and all before it have ended.
+__device__ void LetKernelsOverlap() {
   WaitForPreviousKernel();
   LetNextKernelStart();
-  for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
-  if (threadIdx.x == 0) counter->next_work = counter->next_hidden = 0;
 }
 
+__device__ void Reset(WorkCounter* counter) { counter->next_work = counter->next_hidden = 0; }
+
 __global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max_logits) {
-  Reset(counter, max_logits, num_max_logits);
+  LetKernelsOverlap();
+  for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
+  if (threadIdx.x == 0) Reset(counter);
 }
 
 // One block of threads: cuts rows into tiles, then sorts them by counting, a thread a bin.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    TileListKernel(CutArgs args, WorkCounter* counter, Tile* unsorted, float* max_logits,
-                   int num_max_logits) {
+    TileListKernel(CutArgs args, TileList* list, Tile* unsorted, WorkCounter* counter) {
   __shared__ int bins[kThreads], rows[kThreads];
   __shared__ Segment segments[kThreads];
-  Reset(counter, max_logits, num_max_logits);
-  TileList* list = reinterpret_cast<TileList*>(counter + 1);
   const int thread = threadIdx.x;
+  LetKernelsOverlap();
+  if (thread == 0 && counter != nullptr) Reset(counter);
 
   // Too many candidates, and every list is one segment.
   const bool is_cut = args.num_candidates() <= kThreads;
@@ -147,24 +148,25 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t PrepareTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                            bool has_tile_list, void* workspace, float* max_logits,
-                            cudaStream_t stream) {
-  auto* counter = static_cast<WorkCounter*>(workspace);
-  const int num_max_logits =
-      max_logits == nullptr ? 0 : static_cast<int>(shape.batch * shape.num_q_heads);
-  if (has_tile_list) {
-    return LaunchEarly(ResetKernel, 1, 128, 0, stream, counter, max_logits, num_max_logits);
-  }
+Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                    TileList* list, WorkCounter* counter, cudaStream_t stream) {
   const CutArgs args(shape, tiling, slices);
-  Tile* unsorted = reinterpret_cast<TileList*>(counter + 1)->tiles() + MaxTiles(shape, tiling);
   // The attention kernel waits for the list: few threads are the quickest where they are enough.
   constexpr int kFew = 128, kMany = 1024;
   const bool is_small = args.num_candidates() <= kFew && MaxTiles(shape, tiling) <= kFew &&
                         CeilDiv(args.num_columns, tiling.num_columns) < kFew;
   const auto kernel = is_small ? TileListKernel<kFew> : TileListKernel<kMany>;
-  return LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args, counter, unsorted,
-                     max_logits, num_max_logits);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args,
+                                            list, list->tiles() + MaxTiles(shape, tiling),
+                                            counter));
+  return {};
+}
+
+Status ResetWork(const AttentionShape& shape, WorkCounter* counter, float* max_logits,
+                 cudaStream_t stream) {
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(ResetKernel, 1, 128, 0, stream, counter, max_logits,
+                                            static_cast<int>(shape.batch * shape.num_q_heads)));
+  return {};
 }
 
 }  // namespace jax_magi::cuda

@@ -2,8 +2,9 @@
 // For the backward kernel the mask is transposed; below, "rows" are what tiles are made of, and
 // "columns" the other side.
 //
-// A traced mask is only known on the device, where one small kernel makes the list before each
-// call. A concrete one gets its list on the host, once, when the call is traced.
+// A concrete mask gets its list on the host, once, when the call is traced. A traced one is only
+// known on the device, where one small kernel makes the list: an operation of its own, which XLA
+// runs once for all layers that have the same mask.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
@@ -11,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include "cc/attention.h"
+#include "cc/cuda/status.h"
 
 namespace jax_magi::cuda {
 
@@ -34,8 +36,7 @@ struct alignas(32) TileList {
   JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
 };
 
-// What a call needs besides: it stands at the workspace's beginning, before the list of a traced
-// mask.
+// What a call needs besides.
 struct alignas(32) WorkCounter {
   int32_t next_work;     // Handed out by atomic addition.
   uint32_t next_hidden;  // The same, of queries for which zeros are written.
@@ -56,6 +57,10 @@ struct Tiling {
     constexpr int32_t kVersion = 2;  // To be raised when TileList or Tile changes its meaning.
     return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + aligns_keys * 512 + num_columns;
   }
+  // The one with this stamp, if it is of this build: else its own is another.
+  static Tiling OfStamp(int32_t stamp) {
+    return {stamp >> 10 & 1023, stamp & 511, (stamp >> 20 & 1) != 0, (stamp >> 9 & 1) != 0};
+  }
 };
 // Added to the stamp of a list with HasLongTiles: the host does not read lists when it launches.
 constexpr int32_t kLongTilesStamp = 1 << 24;
@@ -75,11 +80,13 @@ inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
          (CeilDiv(NumRows(shape, tiling), tiling.num_rows) + 2 * shape.num_slices);
 }
 
-// Bytes of workspace. A list that is made in it takes twice its size: sorted and not.
-inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling,
-                             bool has_tile_list) {
-  const int64_t list = sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(Tile);
-  return sizeof(WorkCounter) + (has_tile_list ? 0 : list);
+// Of a list that the device makes. It takes twice its size: sorted and not.
+inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling) {
+  return sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(Tile);
+}
+// Of a counter, and the list after it.
+inline int64_t WorkBytes(const AttentionShape& shape, const Tiling& tiling) {
+  return sizeof(WorkCounter) + TileListBytes(shape, tiling);
 }
 
 // Slice `i` as the kernels see it: rows first, and inside the arrays.
@@ -88,12 +95,16 @@ JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int nu
   return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
 }
 
-// Prepares a call on the stream: resets the counter, fills max_logits with -inf and, where there is
-// no list yet, makes it in the workspace. The kernel after it may start at once, and must wait for
-// it with griddepcontrol.wait.
-cudaError_t PrepareTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                            bool has_tile_list, void* workspace, float* max_logits,
-                            cudaStream_t stream);
+// Each lets the next kernel on the stream start at once, which must wait for it with
+// griddepcontrol.wait.
+
+// Makes a list of TileListBytes, and resets a counter unless it is null.
+Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                    TileList* list, WorkCounter* counter, cudaStream_t stream);
+
+// Resets the counter, and fills max_logits with -inf.
+Status ResetWork(const AttentionShape& shape, WorkCounter* counter, float* max_logits,
+                 cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.native.backends import Backend
-from jax_magi._src.native.call import call_on_whole_arrays
+from jax_magi._src.native.call import call_on_whole_arrays, native_call
 
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
+_TILE_LIST = "jax_magi_attention_tile_list"
 
 # How others tell the calls: the text of a compiled program has the targets, a profile of CPUs only
 # the instructions' names, that of JAX's primitive and a number.
@@ -60,8 +61,8 @@ def plan_tiles(
 
   Returns:
     The slices that the kernels take the least time for, and what these need. Their `tile_list`
-    serves any batch that shares them, and any number of kv heads. It may be empty: then the device
-    makes it in each call.
+    serves any batch that shares them, and any number of kv heads. It may be empty: then the kernels
+    need none.
   """
   plans = [
     (
@@ -138,6 +139,25 @@ def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
   )
 
 
+def _list_tiles(tile_list, slices, needs: Any, q_len: int, k_len: int):
+  """The list, or the device's own of a mask that is not known before the program runs.
+
+  No barriers here: to XLA, calls with the same slices are one, and one in front of a loop over
+  layers.
+  """
+  if tile_list.size or not needs.tile_list_words:
+    return tile_list
+  (result,) = native_call(
+    _TILE_LIST,
+    (slices,),
+    [((needs.tile_list_words,), np.int32)],
+    q_len=np.int32(q_len),
+    k_len=np.int32(k_len),
+    tile_stamp=np.int32(needs.tile_stamp),
+  )
+  return result
+
+
 def forward(
   q,
   k,
@@ -174,6 +194,7 @@ def forward(
     bias=bias,
     alibi_slopes=alibi_slopes,
   )
+  tile_list = _list_tiles(tile_list, slices, needs, q_len, k.shape[1])
   out, lse, max_logits, _ = call_on_whole_arrays(
     _FORWARD,
     (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list),
@@ -234,6 +255,7 @@ def backward(
     alibi_slopes=alibi_slopes,
     wants=wants,
   )
+  tile_list = _list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
   nothing = (0,), np.float32
   dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
   dq, dk, dv, dbias, dslopes, _ = call_on_whole_arrays(
