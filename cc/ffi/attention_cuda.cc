@@ -38,8 +38,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
     return ffi::Error::InvalidArgument(context + ": head dims must be multiples of 8 on CUDA");
   }
   // The launch says so where no kernel was built.
-  const bool takes_list = layout.tiling.num_rows > 0 && !cuda::MakesOwnLists(call);
-  if (takes_list) {
+  if (layout.tiling.num_rows > 0) {
     JAX_MAGI_RETURN_IF_ERROR(
         CheckStamp(context, tile_stamp & ~cuda::kLongTilesStamp, layout.tiling.stamp()));
     if (tile_list.size_bytes() < sizeof(cuda::TileList)) {
@@ -49,7 +48,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
   if (static_cast<int64_t>(workspace.size_bytes()) < layout.workspace_bytes) {
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
-  *options = {takes_list ? static_cast<const cuda::TileList*>(tile_list.untyped_data()) : nullptr,
+  *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
               (tile_stamp & cuda::kLongTilesStamp) != 0, workspace.untyped_data(), sm_margin,
               stream};
   return ffi::Error::Success();
@@ -164,9 +163,9 @@ ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
     return Invalid(context, "tile_list", "is too small");
   }
   auto* list = static_cast<cuda::TileList*>(tile_list->untyped_data());
-  return ToError(context, cuda::MakeTileList(shape, tiling,
-                                             static_cast<const Slice*>(slices.untyped_data()), list,
-                                             /*counter=*/nullptr, stream));
+  return ToError(context,
+                 cuda::MakeTileList(shape, tiling, static_cast<const Slice*>(slices.untyped_data()),
+                                    list, stream));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
+#include "cc/cuda/attention/dq_order.h"
 #include "cc/cuda/attention/term_gradients.h"
 #include "cc/cuda/attention/tile_plan.h"
 #include "cutlass/numeric_types.h"
@@ -139,6 +140,16 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
 
 namespace {
 
+// As SplitWorkspace splits them, with one part of dk and dv.
+int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t head_dim) {
+  const AttentionShape& shape = call.shape;
+  const int num_panels = static_cast<int>(head_dim / 64);
+  const DqOrder order = DqOrderOf(shape, tiling, num_panels, call.deterministic);
+  return DqSumBytes(shape, num_panels) + DqDoneBytes(shape, order, num_panels) +
+         DqBeforeBytes(shape, order, tiling) + StatisticsBytes(shape) +
+         static_cast<int64_t>(sizeof(WorkCounter));
+}
+
 CallLayout LayoutWithTerms(const AttentionCall& call) {
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
@@ -148,16 +159,9 @@ CallLayout LayoutWithTerms(const AttentionCall& call) {
   }
   const BackwardTermsEntry* entry = Find(kBackwardTerms, shape, call.dtype);
   if (entry == nullptr) return {};
-  const bool are_slopes_alone = AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes);
-  const Tiling tiling = entry->tiling(BackwardPart::kAll, are_slopes_alone);
-  int64_t num_bytes = StatisticsBytes(shape) + TermGradientsBytes(call);
-  if (call.deterministic) {
-    num_bytes +=
-        WorkBytes(shape, tiling) + WorkBytes(shape, entry->tiling(BackwardPart::kQueries, false));
-  } else {
-    num_bytes += sizeof(WorkCounter) + DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
-  }
-  return {tiling, num_bytes};
+  const Tiling tiling =
+      entry->tiling(AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes));
+  return {tiling, BackwardBytes(call, tiling, entry->head_dim) + TermGradientsBytes(call)};
 }
 
 }  // namespace
@@ -172,16 +176,8 @@ CallLayout LayoutOf(const AttentionCall& call) {
   }
   const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
   if (entry == nullptr) return {};
-  const auto tiling = [&](BackwardPart part) { return entry->tiling(call.has_softcap, part); };
-  const auto bytes = [&](BackwardPart part) { return WorkBytes(shape, tiling(part)); };
-  const int64_t statistics = StatisticsBytes(shape);
-  if (!call.deterministic) {
-    const int64_t sum = DqSumBytes(shape, static_cast<int>(entry->head_dim) / 64);
-    return {tiling(BackwardPart::kAll),
-            sum + statistics + static_cast<int64_t>(sizeof(WorkCounter))};
-  }
-  return {tiling(BackwardPart::kKeysValues),
-          statistics + bytes(BackwardPart::kKeysValues) + bytes(BackwardPart::kQueries)};
+  const Tiling tiling = entry->tiling(call.has_softcap);
+  return {tiling, BackwardBytes(call, tiling, entry->head_dim)};
 }
 
 std::vector<std::string> ForwardVariants() { return NamesOf(kForward); }
@@ -193,9 +189,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   if (layout.tiling.num_rows == 0) return needs;  // The call will say that it was not built.
   needs.workspace_bytes = layout.workspace_bytes;
   needs.tile_stamp = layout.tiling.stamp();
-  if (!MakesOwnLists(call)) {
-    needs.tile_list_words = TileListBytes(call.shape, layout.tiling) / sizeof(int32_t);
-  }
+  needs.tile_list_words = TileListBytes(call.shape, layout.tiling) / sizeof(int32_t);
   if (slices != nullptr) {
     TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
     needs.tile_list = std::move(plan.tile_list);
@@ -207,7 +201,6 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);
-    if (MakesOwnLists(call)) needs.tile_list.clear();
   }
   return needs;
 }

@@ -15,8 +15,7 @@ namespace jax_magi::cuda {
 
 // How a call is launched, besides its operands.
 struct LaunchOptions {
-  // On the device, as PlanTiles or MakeTileList made it for the call's tiling. Null for the
-  // deterministic backward pass, which takes two and makes them itself.
+  // On the device, as PlanTiles or MakeTileList made it for the call's tiling.
   const TileList* tile_list;
   bool has_long_tiles;  // As its stamp says.
   void* workspace;      // As many bytes as AttentionNeeds says.
@@ -35,17 +34,11 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
 int NumPartsIn(const AttentionShape& shape, int64_t num_bytes);
 
 // How a call cuts the score matrix, and the workspace it takes; all zero where no variant takes it.
-// A deterministic backward pass has two lists of tiles, of which this is the tiling of the first.
 struct CallLayout {
   Tiling tiling{};
   int64_t workspace_bytes = 0;
 };
 CallLayout LayoutOf(const AttentionCall& call);
-
-// Whether the call makes its lists of tiles itself, and takes none.
-inline bool MakesOwnLists(const AttentionCall& call) {
-  return call.is_backward && call.deterministic;
-}
 
 // All that a call needs, when it is traced: it takes longer to say. With slices, one list that the
 // whole batch shares, there will be a list of tiles.
@@ -71,14 +64,14 @@ template <int kHeadDim, typename Element>
 struct BackwardVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);
-  static Tiling TilingOf(bool has_softcap, BackwardPart part);
+  static Tiling TilingOf(bool has_softcap);
 };
 template <int kHeadDim, typename Element>
 struct BackwardTermsVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);
   // Slopes are alone if they have no gradient, and there is neither a bias nor a cap.
-  static Tiling TilingOf(BackwardPart part, bool are_slopes_alone);
+  static Tiling TilingOf(bool are_slopes_alone);
 };
 
 }  // namespace jax_magi::cuda

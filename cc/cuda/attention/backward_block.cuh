@@ -185,9 +185,6 @@ struct BackwardBlock {
   }
 
   // dQ^T[64 dims, queries] = K^T dS^T.
-  __device__ __forceinline__ int DqPanel(int step) const {
-    return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
-  }
   __device__ __forceinline__ int DqFirstQuery() const {
     return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
   }
@@ -196,7 +193,8 @@ struct BackwardBlock {
     FenceRegisters(dq);
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
-        ColumnDescriptor(RowX() + DqPanel(step) * 64 * Config::kBlockRows, kRowPanel),
+        ColumnDescriptor(RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows,
+                         kRowPanel),
         RowDescriptor(source + DqFirstQuery() * 64), kColumnPanel, dq);
     CommitWgmma();
   }

@@ -88,7 +88,7 @@ struct BackwardConsumer {
       }
       Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
       if (thread == 0) {
-        shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].panel = -1;
+        shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].head = -1;
       }
       ArriveByWarp(&shared.dq_full[warpgroup], thread);
     }
@@ -387,7 +387,7 @@ struct BackwardConsumer {
     if (IsAnyNegative(block.scores)) WaitForX();
   }
 
-  // --- dQ: from registers to shared memory, from where AddDqToMemory takes it ---
+  // --- dQ: from registers to shared memory, from where DqAdder takes it ---
 
   __device__ __forceinline__ Element* Ds(int ds_stage) const {
     return shared.ds + ds_stage * Config::kBlockRows * kColumns;
@@ -405,8 +405,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage, int step) {
     if (thread == 0) {
       shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = {
-          block.DqPanel(step), shared.head[stage], shared.block[stage].begin + block.DqFirstQuery(),
-          block.Tile().batch};
+          shared.head[stage], shared.block[stage].begin + block.DqFirstQuery(), block.Tile().batch,
+          block.Tile().index};
     }
   }
 

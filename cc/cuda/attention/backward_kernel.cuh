@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if (warp == 0) {
       BackwardProducer<Config>{params, shared, thread % 32}.Run();
     } else if (Config::kHasDq && warp < 3) {
-      if (thread % 32 == 0) AddDqToMemory<Config>(params, shared, warp - 1);
+      DqAdder<Config>{params, shared, warp - 1, thread % 32}.Run();
     }
     if constexpr (Config::kStoresDs) {
       if (warp == 3) {

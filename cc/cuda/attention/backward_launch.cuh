@@ -3,6 +3,9 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_LAUNCH_CUH_
 
+#include <limits>
+#include <utility>
+
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_kernel.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
@@ -17,12 +20,16 @@ constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, C
 // About as much work at once as blocks of threads that run at once, and no more: they then read the
 // same queries at about the same time.
 constexpr int64_t kWorkPerSection = 2 * 132;
+// Columns that are worked on for all query heads in turn before the next: more than a usual window,
+// and few enough to stay in the L2 cache. With a fixed order of additions, tiles that begin late
+// under a causal mask wait the longer the more these are.
+constexpr int kColumnsPerHead = 2048, kColumnsPerHeadInOrder = 640;
 
-// The last two arguments are for calls with terms.
+// The last argument is for calls with terms.
 template <typename Config>
 Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QueryStatistic* statistics,
-                          float* dq_sum, const LaunchOptions& options,
-                          const TermGradients& gradients = {}, bool adds_dq = true) {
+                          float* dq_sum, const DqOrder& order, const LaunchOptions& options,
+                          const TermGradients& gradients = {}) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_row_heads =
@@ -31,18 +38,19 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   const int num_packs = num_row_heads * num_parts;
   const int64_t num_tiles =
       std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
+  const bool is_ordered = order.done != nullptr;
+  const int64_t most_work = is_ordered ? std::numeric_limits<int64_t>::max() : kWorkPerSection;
   int64_t heads_per_section =
-      std::clamp<int64_t>(kWorkPerSection / (num_tiles * num_parts), 1, num_row_heads);
+      std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_row_heads);
   while (num_row_heads % heads_per_section) --heads_per_section;
   auto* counter = static_cast<WorkCounter*>(options.workspace);
-  const TileList* tile_list = options.tile_list;
-  if (tile_list == nullptr) {
-    auto* own = reinterpret_cast<TileList*>(counter + 1);
-    JAX_MAGI_RETURN_IF_BAD(MakeTileList(shape, kTiling, args.slices, own, counter, options.stream));
-    tile_list = own;
+  if (is_ordered) {
+    constexpr DqSteps kSteps{Config::kBlockColumns, Config::kDqQueries};
+    JAX_MAGI_RETURN_IF_BAD(
+        MakeDqOrder(shape, kTiling, args.slices, options.tile_list, kSteps, order, options.stream));
   }
   BackwardParamsOf<Config> params;
-  params.work = MakeWork(shape, kTiling, args.slices, tile_list, counter, num_packs,
+  params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, counter, num_packs,
                          static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
 
   // Queries or keys, by their role.
@@ -68,6 +76,7 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
                      Config::kBlockColumns, 1, &params.column_y_map}}));
   params.dq_sum = dq_sum;
   params.dq_sum_rows = DqSumRows(shape.q_len);
+  params.dq_order = order;
   params.batch = static_cast<int>(shape.batch);
   params.q_len = static_cast<int>(shape.q_len);
   params.num_q_heads = static_cast<int>(shape.num_q_heads);
@@ -75,6 +84,8 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   params.num_row_heads = num_row_heads;
   params.packs_per_row_head = num_parts;
   params.heads_per_pack = Config::kByKeys ? params.group / num_parts : 1;
+  const int per_head = is_ordered ? kColumnsPerHeadInOrder : kColumnsPerHead;
+  params.columns_per_head = per_head / Config::kBlockColumns * Config::kBlockColumns;
   params.head_dim = static_cast<int>(shape.head_dim);
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
@@ -87,7 +98,6 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   if constexpr (Config::kHasTerms) {
     params.terms = TermsOf(args);
     params.gradients = gradients;
-    params.adds_dq = adds_dq;
     JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
     if (params.terms.kind == BiasKind::kTiles) {
       constexpr int kQueries = Config::kByKeys ? Config::kBlockColumns : Config::kBlockRows;
@@ -107,32 +117,47 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
       MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
 }
 
-// The workspace: the sum of dq, parts of dk and dv, statistics, and the rest: the counter and list
-// of each part, and what calls with terms have there.
+// The workspace: the sum of dq, its order, parts of dk and dv, statistics, and the rest: the
+// counter, and what calls with terms have there.
 struct BackwardBuffers {
   BackwardArgs args;  // dk and dv are parts, where there are several.
   DqSum sum;
+  DqOrder order;
+  int64_t num_zero_bytes;  // From the sum on.
   DkvParts parts;
   QueryStatistic* statistics;
   LaunchOptions rest;
 };
-inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, int num_panels, int num_parts,
+inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling,
+                                      int num_panels, int num_parts, bool deterministic,
                                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
-  const DqSum sum{static_cast<float*>(options.workspace), num_panels};
-  char* after_sum = static_cast<char*>(options.workspace) + DqSumBytes(shape, num_panels);
-  const DkvParts parts{reinterpret_cast<float*>(after_sum), num_parts};
-  BackwardArgs args = call;
+  char* next = static_cast<char*>(options.workspace);
+  const auto take = [&](int64_t num_bytes) { return std::exchange(next, next + num_bytes); };
+  BackwardBuffers buffers{call};
+  const int64_t sum_bytes = DqSumBytes(shape, num_panels);
+  buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_panels};
+  DqOrder& order = buffers.order;
+  order = DqOrderOf(shape, tiling, num_panels, deterministic);
+  const int64_t done_bytes = DqDoneBytes(shape, order, num_panels);
+  if (deterministic) {
+    order.done = reinterpret_cast<int32_t*>(take(done_bytes));
+    order.before = reinterpret_cast<int32_t*>(take(DqBeforeBytes(shape, order, tiling)));
+  }
+  buffers.num_zero_bytes = sum_bytes + done_bytes;
+  buffers.parts = {reinterpret_cast<float*>(take(AlignStatistics(DkvPartsBytes(shape, num_parts)))),
+                   num_parts};
   if (num_parts > 1) {
-    args.dk = parts.data;
-    args.dv =
-        parts.data + num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
+    BackwardArgs& args = buffers.args;
+    args.dk = buffers.parts.data;
+    args.dv = buffers.parts.data +
+              num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
     args.dkv_dtype = DType::kF32;
   }
-  char* after_parts = after_sum + AlignStatistics(DkvPartsBytes(shape, num_parts));
-  LaunchOptions rest = options;
-  rest.workspace = after_parts + StatisticsBytes(shape);
-  return {args, sum, parts, reinterpret_cast<QueryStatistic*>(after_parts), rest};
+  buffers.statistics = reinterpret_cast<QueryStatistic*>(take(StatisticsBytes(shape)));
+  buffers.rest = options;
+  buffers.rest.workspace = next;
+  return buffers;
 }
 
 template <int kHeadDim, typename Element, bool kHasSoftcap>
@@ -140,34 +165,15 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  using All = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>;
-  using KeysValues = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kKeysValues>;
-  using Queries = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kQueries>;
-  static_assert(KeysValues::kStartIsScore == Queries::kStartIsScore, "they share statistics");
-  const bool is_score = deterministic ? KeysValues::kStartIsScore : All::kStartIsScore;
-  const float factor = is_score ? 1.0f / call.params.softmax_scale : kLog2E;
-
-  auto [args, sum, parts, statistics, first] =
-      SplitWorkspace(call, deterministic ? 0 : kHeadDim / 64, num_parts, options);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
-      args, factor, sum, statistics, static_cast<WorkCounter*>(first.workspace), options.stream));
-  if (!deterministic) {
-    if (shape.k_len > 0) {
-      JAX_MAGI_RETURN_IF_BAD(LaunchBackwardPart<All>(args, num_parts, statistics, sum.data, first));
-    }
-    JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
-    return {};
-  }
-  LaunchOptions second = first;
-  second.workspace =
-      static_cast<char*>(first.workspace) + WorkBytes(shape, kBackwardTiling<KeysValues>);
+  using Config = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>;
+  const auto [args, sum, order, num_zero_bytes, parts, statistics, rest] = SplitWorkspace(
+      call, kBackwardTiling<Config>, kHeadDim / 64, num_parts, deterministic, options);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, kLog2E, sum, num_zero_bytes, statistics,
+                                                static_cast<WorkCounter*>(rest.workspace),
+                                                options.stream));
   if (shape.k_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
-        LaunchBackwardPart<KeysValues>(args, num_parts, statistics, nullptr, first));
-  }
-  if (shape.q_len > 0) {
-    JAX_MAGI_RETURN_IF_BAD(
-        LaunchBackwardPart<Queries>(args, /*num_parts=*/1, statistics, nullptr, second));
+        LaunchBackwardPart<Config>(args, num_parts, statistics, sum.data, order, rest));
   }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
   return {};
@@ -182,25 +188,11 @@ Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int 
   return launch(args, num_parts, deterministic, options);
 }
 
-template <int kHeadDim, typename Element, bool kHasSoftcap>
-Tiling BackwardTilingOf(BackwardPart part) {
-  switch (part) {
-    case BackwardPart::kAll:
-      return kBackwardTiling<BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>>;
-    case BackwardPart::kKeysValues:
-      return kBackwardTiling<
-          BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kKeysValues>>;
-    case BackwardPart::kQueries:
-      return kBackwardTiling<
-          BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kQueries>>;
-  }
-  return {};
-}
-
 template <int kHeadDim, typename Element>
-Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap, BackwardPart part) {
-  return has_softcap ? BackwardTilingOf<kHeadDim, Element, true>(part)
-                     : BackwardTilingOf<kHeadDim, Element, false>(part);
+Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap) {
+  return has_softcap
+             ? kBackwardTiling<BackwardConfig<kHeadDim, Element, true, BackwardPart::kAll>>
+             : kBackwardTiling<BackwardConfig<kHeadDim, Element, false, BackwardPart::kAll>>;
 }
 
 }  // namespace jax_magi::cuda

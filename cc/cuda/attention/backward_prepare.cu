@@ -17,7 +17,7 @@ struct PrepareArgs {
   uint32_t q_len, num_eights, num_q_heads;  // Eight queries have a statistic.
   uint32_t num_statistics, num_statistic_blocks;
   float4* dq;
-  int64_t num_dq_vectors;  // 0: it is not summed.
+  int64_t num_dq_vectors;  // And what follows it.
   WorkCounter* counter;
 };
 
@@ -64,25 +64,25 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
 }  // namespace
 
 cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
-                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
+                            int64_t num_zero_bytes, QueryStatistic* statistics,
+                            WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
   const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
   const auto num_q_heads = static_cast<uint32_t>(shape.num_q_heads);
   const auto num_statistics = static_cast<uint32_t>(shape.batch) * num_q_heads * num_eights;
   const uint32_t num_statistic_blocks = CeilDiv(num_statistics, kThreads);
-  const PrepareArgs prepare{
-      args.lse,
-      args.delta,
-      statistics,
-      factor,
-      static_cast<uint32_t>(shape.q_len),
-      num_eights,
-      num_q_heads,
-      num_statistics,
-      num_statistic_blocks,
-      reinterpret_cast<float4*>(sum.data),
-      DqSumBytes(shape, sum.num_panels) / static_cast<int64_t>(sizeof(float4)),
-      counter};
+  const PrepareArgs prepare{args.lse,
+                            args.delta,
+                            statistics,
+                            factor,
+                            static_cast<uint32_t>(shape.q_len),
+                            num_eights,
+                            num_q_heads,
+                            num_statistics,
+                            num_statistic_blocks,
+                            reinterpret_cast<float4*>(sum.data),
+                            num_zero_bytes / static_cast<int64_t>(sizeof(float4)),
+                            counter};
   constexpr int kVectors = kThreads * kVectorsPerThread;
   const int64_t num_zero_blocks = (prepare.num_dq_vectors + kVectors - 1) / kVectors;
   // One at least: it resets the counter.

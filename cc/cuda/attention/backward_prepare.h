@@ -9,12 +9,6 @@
 
 namespace jax_magi::cuda {
 
-// Up to where statistics may begin.
-inline int64_t AlignStatistics(int64_t num_bytes) {
-  return (num_bytes + alignof(QueryStatistic) - 1) / alignof(QueryStatistic) *
-         alignof(QueryStatistic);
-}
-
 // Bytes of workspace that statistics take. What follows them is aligned like a TileList.
 inline int64_t StatisticsBytes(const AttentionShape& shape) {
   return shape.batch * shape.num_q_heads * (PaddedQueries(shape.q_len) / 8) *
@@ -22,10 +16,11 @@ inline int64_t StatisticsBytes(const AttentionShape& shape) {
 }
 
 // Makes the statistics from args.lse and args.delta: start = -lse * factor. Resets the counter, and
-// fills the sum of dq with zeros. The kernel after it may start at once, and must wait
-// for it with griddepcontrol.wait.
+// fills `num_zero_bytes` from the sum of dq on with zeros. The kernel after it may start at once,
+// and must wait for it with griddepcontrol.wait.
 cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
-                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream);
+                            int64_t num_zero_bytes, QueryStatistic* statistics,
+                            WorkCounter* counter, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

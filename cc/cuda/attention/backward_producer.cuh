@@ -7,6 +7,7 @@
 #include "cc/cuda/attention/backward_terms.cuh"
 #include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/dq_order.h"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 
@@ -18,11 +19,13 @@ struct BackwardParams {
   CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
   float* dq_sum;  // As DqSumPlace says.
   int dq_sum_rows;
+  DqOrder dq_order;  // In which it is added to.
   WorkParams work;
   int batch, q_len, num_q_heads, group;
   // The heads of the tile's rows, and of a pack: so many query heads meet one tile of keys.
   int num_row_heads;
   uint32_t packs_per_row_head, heads_per_pack;
+  int columns_per_head;  // Are worked on for all query heads in turn before the next.
   int head_dim, value_dim;
   float softmax_scale, softcap;
   const QueryStatistic* statistics;
@@ -38,26 +41,28 @@ struct BackwardTermsParams : BackwardParams {
   CUtensorMap bias_map, dbias_map;
   ScoreTerms terms;
   TermGradients gradients;
-  bool adds_dq;  // Else it is not wanted.
 };
 template <typename Config>
 using BackwardParamsOf = std::conditional_t<Config::kHasTerms, BackwardTermsParams, BackwardParams>;
 
-template <typename Config>
-__device__ __forceinline__ bool AddsDq(const BackwardParamsOf<Config>& params) {
-  if constexpr (Config::kHasTerms) return params.adds_dq;
-  return true;
-}
-
 struct alignas(16) RowTileInfo {
   int32_t batch, row_head, pack_in_head, begin, num_rows, num_blocks;
+  int32_t index;        // In the list of tiles.
   uint32_t next_phase;  // Of the barrier, for the tile after it.
 };
 
-// Where in memory a warpgroup's part of dQ belongs. After the last one, `panel` is negative.
+// Where in memory a warpgroup's part of dQ belongs. After the last one, `head` is negative.
 struct alignas(16) DqTarget {
-  int32_t panel, head, query, batch;
+  int32_t head, query, batch;
+  int32_t tile;  // Its index, of keys.
 };
+
+// A panel of 64 dims. The product for dQ has so many steps; where these are two, its barriers have
+// the phase of the step.
+template <typename Config>
+__device__ __forceinline__ int DqPanel(int warpgroup, int step) {
+  return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
+}
 
 template <typename Config>
 struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
@@ -83,7 +88,7 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   uint64_t row_full[Config::kRowStages], row_empty[Config::kRowStages];
   uint64_t row_y_empty;  // Where these are two, row_y is one: it goes to registers at once.
   uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
-  // One for each warpgroup, which arrives on `full` and waits on `empty`; AddDqToMemory does the
+  // One for each warpgroup, which arrives on `full` and waits on `empty`; DqAdder does the
   // reverse.
   uint64_t dq_full[2], dq_empty[2];
   uint64_t ds_full[Config::kDsStages];  // Consumers of both warpgroups arrive and wait.
@@ -104,6 +109,10 @@ enum NamedBarrier {
 };
 constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;
 
+__device__ __forceinline__ bool IsOrdered(const BackwardParams& params) {
+  return params.dq_order.done != nullptr;
+}
+
 // One warp.
 template <typename Config>
 struct BackwardProducer {
@@ -113,20 +122,19 @@ struct BackwardProducer {
   uint32_t num_loaded = 0;  // Blocks: the position in both rings.
 
   __device__ __forceinline__ void Run() {
+    uint32_t first = blockIdx.x;
     if constexpr (Config::kZeroShare > 0) {
-      uint32_t first = blockIdx.x;
-      if (first >= shared.num_workers) {
-        NamedSync(kZerosWritten, kZerosWrittenThreads);
-        if (lane == 0) first = NextWork();
-      }
-      ForEachWork(
-          params.work, lane, shared.item, first, [&] { LoadTile(); },
-          [&] {
-            if (lane == 0) shared.item.number = NextWork();
-          });
-    } else {
-      ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+      if (first >= shared.num_workers) NamedSync(kZerosWritten, kZerosWrittenThreads);
     }
+    if (first >= NumAssigned()) {
+      WaitForPreviousKernel();  // It resets the counter.
+      if (lane == 0) first = NextWork();
+    }
+    ForEachWork(
+        params.work, lane, shared.item, first, [&] { LoadTile(); },
+        [&] {
+          if (lane == 0) shared.item.number = NextWork();
+        });
     const int stage = WaitForRowStage();
     if (lane == 0) {
       shared.tile[stage].num_blocks = -1;
@@ -134,9 +142,15 @@ struct BackwardProducer {
     }
   }
 
-  // Of all but the first of each worker.
+  // Blocks of threads whose first work is their own number. Where work is ordered there are none:
+  // whoever has not come up yet must not have any that others wait for.
+  __device__ __forceinline__ uint32_t NumAssigned() const {
+    if (IsOrdered(params)) return 0;
+    if constexpr (Config::kZeroShare > 0) return shared.num_workers;
+    return gridDim.x;
+  }
   __device__ __forceinline__ uint32_t NextWork() const {
-    return shared.num_workers + atomicAdd(&params.work.counter->next_work, 1);
+    return NumAssigned() + atomicAdd(&params.work.counter->next_work, 1);
   }
 
   // Returns the stage of the tile's rows when it is free.
@@ -154,13 +168,9 @@ struct BackwardProducer {
       const int row_head = shared.item.pack / params.packs_per_row_head;
       const int pack_in_head = shared.item.pack % params.packs_per_row_head;
       const uint32_t next = shared.item.num_done + 1;
-      shared.tile[stage] = {tile.batch,
-                            row_head,
-                            pack_in_head,
-                            tile.begin,
-                            tile.num_rows,
-                            tile.num_blocks,
-                            next / Config::kRowStages % 2};
+      shared.tile[stage] = {
+          tile.batch,    row_head,        pack_in_head, tile.begin,
+          tile.num_rows, tile.num_blocks, tile.index,   next / Config::kRowStages % 2};
       if (tile.num_blocks > 0) {
         uint64_t* full = &shared.row_full[stage];
         ArriveExpectBytes(full, sizeof(shared.row_x[stage]) + sizeof(shared.row_y));
@@ -205,9 +215,9 @@ struct BackwardProducer {
     // From right to left, some blocks for all heads, then the next: under a causal mask, tiles that
     // run side by side then read the same queries at about the same time.
     const auto load = [&](int slice, Range columns) {
-      for (; columns.begin < columns.end; columns.end -= Config::kColumnsPerHead) {
+      for (; columns.begin < columns.end; columns.end -= params.columns_per_head) {
         if (lane == 0) {
-          const int first = Max(columns.begin, columns.end - Config::kColumnsPerHead);
+          const int first = Max(columns.begin, columns.end - params.columns_per_head);
           shared.item.slice = slice;
           shared.item.columns = {first, columns.end};
         }
@@ -337,29 +347,57 @@ struct BackwardProducer {
   }
 };
 
-// One thread: adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
+// One warp: adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
 template <typename Config>
-__device__ __forceinline__ void AddDqToMemory(const BackwardParamsOf<Config>& params,
-                                              BackwardShared<Config>& shared, int warpgroup) {
-  constexpr int kSize = Config::kDqQueries * 64;
-  for (uint32_t phase = 0;; phase ^= 1) {
-    Wait(&shared.dq_full[warpgroup], phase);
-    const DqTarget target = shared.dq_target[warpgroup][phase];
-    if (target.panel < 0) break;
-    const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
-    if (num_queries > 0 && AddsDq<Config>(params)) {
+struct DqAdder {
+  const BackwardParamsOf<Config>& params;
+  BackwardShared<Config>& shared;
+  int warpgroup, lane;
+
+  __device__ __forceinline__ void Run() {
+    if (!IsOrdered(params) && lane > 0) return;  // One thread is enough.
+    for (uint32_t phase = 0;; phase ^= 1) {
+      Wait(&shared.dq_full[warpgroup], phase);
+      const DqTarget target = shared.dq_target[warpgroup][phase];
+      if (target.head < 0) break;
+      const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
       const int panel =
           (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
-          target.panel;
-      ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * 64,
-                shared.dq + warpgroup * kSize, num_queries * 64 * sizeof(float));
+          DqPanel<Config>(warpgroup, Config::kDqSteps == 1 ? 0 : phase);
+      int32_t* done = nullptr;  // Of this lane's unit.
+      if (IsOrdered(params)) done = WaitForTurn(target, panel, num_queries);
+      if (lane == 0) {
+        if (num_queries > 0) {
+          ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * 64,
+                    shared.dq + warpgroup * Config::kDqQueries * 64,
+                    num_queries * 64 * sizeof(float));
+        }
+        CommitReduce();
+        WaitReduceRead();
+        Arrive(&shared.dq_empty[warpgroup]);
+      }
+      if (IsOrdered(params)) {
+        if (lane == 0) WaitReduce();
+        __syncwarp();
+        if (done != nullptr) AddReleased(done, 1);
+      }
     }
-    CommitReduce();
-    WaitReduceRead();
-    Arrive(&shared.dq_empty[warpgroup]);
+    if (lane == 0) WaitReduce();
   }
-  WaitReduce();
-}
+
+  // Returns where this lane has to count the visit, if it has a unit.
+  __device__ __forceinline__ int32_t* WaitForTurn(const DqTarget& target, int panel,
+                                                  int num_queries) {
+    const DqOrder& order = params.dq_order;
+    const int unit = order.UnitOf(target.query) + lane;
+    const bool is_visited = num_queries > 0 && unit <= order.UnitOf(target.query + num_queries - 1);
+    int32_t* done = order.done + int64_t{panel} * order.num_units + unit;
+    const int before = is_visited ? order.before[int64_t{target.tile} * order.num_units + unit] : 0;
+    while (__any_sync(~0u, is_visited && LoadAcquired(done) < before)) {
+    }
+    return is_visited ? done : nullptr;
+  }
+};
 
 }  // namespace jax_magi::cuda
 

@@ -154,9 +154,6 @@ struct BackwardConfig : Tile_ {
   static constexpr bool kSplitQueries = kHeadDim == 64;
   static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (64 * kNumConsumers);
   static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
-  // Columns that are worked on for all query heads in turn before the next: more than a usual
-  // window, and few enough to stay in the L2 cache.
-  static constexpr int kColumnsPerHead = 2048 / Tile::kBlockColumns * Tile::kBlockColumns;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
   static constexpr int kDsThreads = kWarpgroup * kNumConsumers;  // That wait for dS.
   static constexpr int kDsStages = 2;

@@ -247,6 +247,18 @@ __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// --- Counters that blocks of threads share ---
+
+// What others wrote before they added is there, too.
+__device__ __forceinline__ int32_t LoadAcquired(const int32_t* counter) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+__device__ __forceinline__ void AddReleased(int32_t* counter, int32_t x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+}
+
 // --- Named barriers ---
 
 __device__ __forceinline__ void NamedSync(int id, int num_threads) {

@@ -81,6 +81,18 @@ JAX_MAGI_INLINE bool IsCutKept(int previous, int row) {
   return row - previous >= kShortestSegment;
 }
 
+// Columns that rows of the tile see by slice `s`, up to where blocks of them may end.
+JAX_MAGI_INLINE Range TouchedColumns(const CutArgs& args, const Tile& tile, int s) {
+  const Slice slice =
+      LoadSlice(args.list(tile.batch), s, args.num_rows, args.num_columns, args.by_keys);
+  const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
+  if (rows.begin >= rows.end) return {0, 0};
+  Range columns = TouchedKeys(slice, rows);
+  if (columns.begin >= columns.end) return {0, 0};
+  if (args.aligns_columns) columns.end = AlignPosition(columns.end);
+  return columns;
+}
+
 // Tile `i` of the list, which lies in `segment`: its rows, its slices, and the blocks they need.
 JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i) {
   Tile tile{};
@@ -88,14 +100,9 @@ JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i)
   tile.batch = segment.batch;
   tile.begin = segment.begin + (i - segment.first_tile) * most_rows;
   tile.num_rows = Min(most_rows, segment.end - tile.begin);
-  const Slice* slices = args.list(tile.batch);
   for (int s = 0; s < args.num_slices; ++s) {
-    const Slice slice = LoadSlice(slices, s, args.num_rows, args.num_columns, args.by_keys);
-    const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
-    if (rows.begin >= rows.end) continue;
-    Range columns = TouchedKeys(slice, rows);
+    const Range columns = TouchedColumns(args, tile, s);
     if (columns.begin >= columns.end) continue;
-    if (args.aligns_columns) columns.end = AlignPosition(columns.end);
     if (tile.num_blocks == 0) tile.slice_begin = s;
     tile.slice_end = s + 1;
     tile.num_blocks += args.block_columns.CeilDivide(columns.end - columns.begin);

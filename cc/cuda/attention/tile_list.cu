@@ -81,23 +81,20 @@ __device__ void LetKernelsOverlap() {
   LetNextKernelStart();
 }
 
-__device__ void Reset(WorkCounter* counter) { counter->next_work = counter->next_hidden = 0; }
-
 __global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max_logits) {
   LetKernelsOverlap();
   for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
-  if (threadIdx.x == 0) Reset(counter);
+  if (threadIdx.x == 0) counter->next_work = counter->next_hidden = 0;
 }
 
 // One block of threads: cuts rows into tiles, then sorts them by counting, a thread a bin.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    TileListKernel(CutArgs args, TileList* list, Tile* unsorted, WorkCounter* counter) {
+    TileListKernel(CutArgs args, TileList* list, Tile* unsorted) {
   __shared__ int bins[kThreads], rows[kThreads];
   __shared__ Segment segments[kThreads];
   const int thread = threadIdx.x;
   LetKernelsOverlap();
-  if (thread == 0 && counter != nullptr) Reset(counter);
 
   // Too many candidates, and every list is one segment.
   const bool is_cut = args.num_candidates() <= kThreads;
@@ -139,17 +136,28 @@ __global__ void __launch_bounds__(kThreads)
   const int count = bins[thread];
   bins[thread] = SumBefore(count, rows);  // To where each begins.
   __syncthreads();
-  const auto put = [&](const Tile& tile) {
-    list->tiles()[atomicAdd(&bins[BinOf<kThreads>(tile)], 1)] = tile;
-  };
-  if (thread < num_tiles) put(own);
-  for (int i = thread + kThreads; i < num_tiles; i += kThreads) put(unsorted[i]);
+  // Tiles of a bin in the order in which they were cut, so that the list is always the same: warps
+  // come one after the other.
+  for (int i = thread; i - thread < num_tiles; i += kThreads) {
+    const bool is_tile = i < num_tiles;
+    Tile tile = i < kThreads || !is_tile ? own : unsorted[i];
+    const int bin = is_tile ? BinOf<kThreads>(tile) : -1;
+    const unsigned same = __match_any_sync(~0u, bin);
+    const unsigned before = same & ((1u << thread % 32) - 1);
+    for (int warp = 0; warp < kThreads / 32; ++warp) {
+      if (thread / 32 == warp && is_tile) tile.index = bins[bin] + __popc(before);
+      __syncwarp();
+      if (thread / 32 == warp && is_tile && before == 0) bins[bin] += __popc(same);
+      __syncthreads();
+    }
+    if (is_tile) list->tiles()[tile.index] = tile;
+  }
 }
 
 }  // namespace
 
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                    TileList* list, WorkCounter* counter, cudaStream_t stream) {
+                    TileList* list, cudaStream_t stream) {
   const CutArgs args(shape, tiling, slices);
   // The attention kernel waits for the list: few threads are the quickest where they are enough.
   constexpr int kFew = 128, kMany = 1024;
@@ -157,8 +165,7 @@ Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Sli
                         CeilDiv(args.num_columns, tiling.num_columns) < kFew;
   const auto kernel = is_small ? TileListKernel<kFew> : TileListKernel<kMany>;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args,
-                                            list, list->tiles() + MaxTiles(shape, tiling),
-                                            counter));
+                                            list, list->tiles() + MaxTiles(shape, tiling)));
   return {};
 }
 

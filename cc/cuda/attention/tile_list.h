@@ -3,8 +3,8 @@
 // "columns" the other side.
 //
 // A concrete mask gets its list on the host, once, when the call is traced. A traced one is only
-// known on the device, where one small kernel makes the list: an operation of its own, which XLA
-// runs once for all layers that have the same mask.
+// known on the device, where one small kernel makes the list: an operation of its own, of which XLA
+// keeps one for all layers of a program that have the same mask.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
@@ -22,7 +22,8 @@ struct alignas(32) Tile {
   int32_t begin, num_rows;
   int32_t num_blocks;              // Blocks of columns that some row sees, over all slices.
   int32_t slice_begin, slice_end;  // All slices that touch the tile lie here.
-  int32_t padding[2];
+  int32_t index;                   // In the list.
+  int32_t padding;
 
   JAX_MAGI_INLINE Range rows() const { return {begin, begin + num_rows}; }
 };
@@ -54,7 +55,7 @@ struct Tiling {
 
   // Tells lists of this tiling from others: programs may outlive the build that made their list.
   int32_t stamp() const {
-    constexpr int32_t kVersion = 2;  // To be raised when TileList or Tile changes its meaning.
+    constexpr int32_t kVersion = 3;  // To be raised when TileList or Tile changes its meaning.
     return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + aligns_keys * 512 + num_columns;
   }
   // The one with this stamp, if it is of this build: else its own is another.
@@ -84,10 +85,6 @@ inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
 inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling) {
   return sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(Tile);
 }
-// Of a counter, and the list after it.
-inline int64_t WorkBytes(const AttentionShape& shape, const Tiling& tiling) {
-  return sizeof(WorkCounter) + TileListBytes(shape, tiling);
-}
 
 // Slice `i` as the kernels see it: rows first, and inside the arrays.
 JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
@@ -98,9 +95,9 @@ JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int nu
 // Each lets the next kernel on the stream start at once, which must wait for it with
 // griddepcontrol.wait.
 
-// Makes a list of TileListBytes, and resets a counter unless it is null.
+// Makes a list, of TileListBytes.
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                    TileList* list, WorkCounter* counter, cudaStream_t stream);
+                    TileList* list, cudaStream_t stream);
 
 // Resets the counter, and fills max_logits with -inf.
 Status ResetWork(const AttentionShape& shape, WorkCounter* counter, float* max_logits,

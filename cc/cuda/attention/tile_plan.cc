@@ -166,6 +166,7 @@ TilePlan PlanTiles(const AttentionShape& shape, const Tiling& tiling, const Slic
   }
   std::stable_sort(tiles.begin(), tiles.end(),
                    [](const Tile& a, const Tile& b) { return a.num_blocks > b.num_blocks; });
+  for (size_t i = 0; i < tiles.size(); ++i) tiles[i].index = static_cast<int32_t>(i);
   plan.tile_list.resize((sizeof(TileList) + tiles.size() * sizeof(Tile)) / sizeof(int32_t));
   auto* list = reinterpret_cast<TileList*>(plan.tile_list.data());
   list->num_tiles = static_cast<int>(tiles.size());

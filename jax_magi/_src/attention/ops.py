@@ -190,8 +190,8 @@ def sink_probability(sink, lse):
 
 
 def _grouped_by_keys(config: AttentionConfig, slices):
-  """Slices for the backward pass, whose kernels walk keys unless dq is to be deterministic."""
-  if config.static_slices is None or config.deterministic or slices.shape[0] != 1:
+  """Slices for the backward pass, whose kernels walk keys."""
+  if config.static_slices is None or slices.shape[0] != 1:
     return config, slices
   known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
   grouped = grouped_by_keys(known)

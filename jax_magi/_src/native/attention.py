@@ -142,8 +142,8 @@ def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
 def _list_tiles(tile_list, slices, needs: Any, q_len: int, k_len: int):
   """The list, or the device's own of a mask that is not known before the program runs.
 
-  No barriers here: to XLA, calls with the same slices are one, and one in front of a loop over
-  layers.
+  No barriers here: to XLA, calls with the same slices are one. (In a loop over layers there is one
+  in each turn: XLA for GPUs does not take custom calls out of it.)
   """
   if tile_list.size or not needs.tile_list_words:
     return tile_list

@@ -1,0 +1,70 @@
+// A fixed order of the additions to dQ, for gradients that are the same in every run: that of the
+// tiles in the list.
+//
+// Each query head and panel of dims has a sum of its own, of which tiles of keys add to parts.
+// Queries are counted in units. An addition to some query of a unit is a visit of it, and has its
+// turn when all visits by tiles before its own are done. Nobody waits for ever: tiles are handed
+// out in that order, to blocks of threads that run, and the first one of those that are not done
+// waits for none.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_DQ_ORDER_H_
+#define JAX_MAGI_CUDA_ATTENTION_DQ_ORDER_H_
+
+#include "cc/cuda/attention/backward_workspace.h"
+#include "cc/cuda/attention/tile_list.h"
+
+namespace jax_magi::cuda {
+
+// How the backward kernel lays its blocks, and the parts of them that are added at once.
+struct DqSteps {
+  int block_queries, step_queries;
+};
+
+struct DqOrder {
+  // [tiles of the list, units]: how often tiles before it visit a unit.
+  int32_t* before;
+  // [batch, num_q_heads, num_panels, units]: visits that are done. Null: any order will do.
+  int32_t* done;
+  int num_units, log2_queries;  // The latter of a unit.
+
+  JAX_MAGI_INLINE int UnitOf(int query) const { return query >> log2_queries; }
+};
+
+// Units are as small as blocks can differ, unless the table would be large. Where any order will
+// do, there is nothing of it.
+inline DqOrder DqOrderOf(const AttentionShape& shape, const Tiling& tiling, int num_panels,
+                         bool is_fixed) {
+  DqOrder order{};
+  if (!is_fixed) return order;
+  static_assert(kPositionAlignment == 8, "blocks of queries begin there");
+  order.log2_queries = 3;
+  constexpr int64_t kShare = 64;  // Of the sum, for the table.
+  const int64_t most = DqSumBytes(shape, num_panels) / kShare;
+  const int num_rows = DqSumRows(shape.q_len);
+  const auto count = [&] {
+    return (num_rows + (1 << order.log2_queries) - 1) >> order.log2_queries;
+  };
+  while (count() > 1 && MaxTiles(shape, tiling) * count() * 4 > most) ++order.log2_queries;
+  order.num_units = count();
+  return order;
+}
+
+// Bytes of workspace of both, aligned as statistics are. `done` follows the sum, and has to be
+// filled with zeros as it is.
+inline int64_t DqDoneBytes(const AttentionShape& shape, const DqOrder& order, int num_panels) {
+  return AlignStatistics(4 * shape.batch * shape.num_q_heads * num_panels * order.num_units);
+}
+inline int64_t DqBeforeBytes(const AttentionShape& shape, const DqOrder& order,
+                             const Tiling& tiling) {
+  return AlignStatistics(4 * MaxTiles(shape, tiling) * order.num_units);
+}
+
+// Fills `before`. The next kernel on the stream may start at once, and must wait for it with
+// griddepcontrol.wait.
+Status MakeDqOrder(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
+                   const TileList* list, const DqSteps& steps, const DqOrder& order,
+                   cudaStream_t stream);
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_DQ_ORDER_H_
