@@ -75,7 +75,8 @@ def test_a_kernel_barrier_is_between_a_transfer_and_its_kernel(exchange):
   text = _run(2, exchange, "print_barrier")
   entry = text[text.index("\nENTRY ") :]
   words = re.findall(
-    r" (?:ragged-all-to-all|all-gather|reduce-scatter)-(start|done)\(|jax_magi_(attention|kernel)",
+    r" (?:ragged-all-to-all|all-gather|reduce-scatter)-(start|done)\("
+    r"|jax_magi_(attention|kernel)_(?:forward|backward|barrier)",
     entry,
   )
   order = ["".join(word) for word in words]

@@ -161,7 +161,23 @@ def test_stamps_tell_long_tiles(mask, is_long):
   stamp = _needs(mask, is_backward=False).tile_stamp
   assert stamp >> 24 == is_long
   assert _needs(mask, is_backward=False, static_slices=None).tile_stamp == stamp % 2**24
-  assert _needs(mask, is_backward=True).tile_stamp >> 24 == 0
+
+
+@pytest.mark.parametrize(
+  ("mask", "is_long"),
+  [
+    (AttentionMask.full(8192), True),
+    (AttentionMask.causal(16384), True),
+    (AttentionMask.full(4096), False),
+    (AttentionMask.sliding_window(16384, left=1023), False),
+    (AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
+  ],
+  ids=["full_8k", "causal_16k", "full_4k", "window", "documents"],
+)
+def test_stamps_tell_long_tiles_of_keys(mask, is_long):
+  """Those for which few heads are worked on at once, where dq is added to in order."""
+  stamp = _needs(mask, is_backward=True, deterministic=True).tile_stamp
+  assert stamp >> 24 == is_long
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "unknown"])
@@ -196,9 +212,18 @@ def test_lists_in_the_workspace_are_aligned(deterministic):
     assert needs.workspace_bytes % 32 == 0
 
 
-def test_deterministic_gradients_have_no_list_in_advance():
-  needs = _needs(AttentionMask.causal(1000), is_backward=True, deterministic=True)
-  assert not needs.tile_list and not needs.tile_list_words and not needs.is_dq_summed
+@pytest.mark.parametrize("is_known", [False, True])
+def test_deterministic_gradients_have_several_parts(is_known):
+  """Unless there is plenty of work, or but one query head to a kv head."""
+  changes = {} if is_known else {"static_slices": None}
+
+  def num_parts(length, **options):
+    mask = AttentionMask.causal(length)
+    return _needs(mask, is_backward=True, deterministic=True, **options, **changes).num_dkv_parts
+
+  assert num_parts(8192, group=6, num_kv_heads=8) == 2
+  assert num_parts(65536, group=6, num_kv_heads=8) == 1
+  assert num_parts(1024, group=1) == 1
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -213,7 +238,6 @@ def test_room_for_a_list_that_the_device_makes(is_backward):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_masks_that_are_not_known_have_an_operation_that_makes_the_list(is_known, deterministic):
-  """One in each pass; but the deterministic backward pass makes its two in the call."""
   mask = AttentionMask.causal(256)
   x = jax.ShapeDtypeStruct((256, 2, 64), jnp.bfloat16)
 
@@ -223,9 +247,10 @@ def test_masks_that_are_not_known_have_an_operation_that_makes_the_list(is_known
 
   traced = jax.jit(jax.grad(loss)).trace(x, jax.ShapeDtypeStruct(mask.slices.shape, np.int32))
   text = traced.lower(lowering_platforms=("cuda",)).as_text()
-  assert text.count("@jax_magi_attention_forward") == text.count("@jax_magi_attention_backward") == 1
-  expected = 0 if is_known else 2 - deterministic
-  assert text.count("@jax_magi_attention_tile_list") == expected
+  assert (
+    text.count("@jax_magi_attention_forward") == text.count("@jax_magi_attention_backward") == 1
+  )
+  assert text.count("@jax_magi_attention_tile_list") == (0 if is_known else 2)
 
 
 @pytest.mark.parametrize(("length", "most_rows"), [(1024, 128), (1100, 192), (8192, 192)])

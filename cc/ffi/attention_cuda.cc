@@ -149,7 +149,8 @@ ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
   if (q_len < 0 || q_len >= kUnbounded) return Invalid(context, "q_len", "is out of range");
   if (k_len < 0 || k_len >= kUnbounded) return Invalid(context, "k_len", "is out of range");
   const cuda::Tiling tiling = cuda::Tiling::OfStamp(tile_stamp);
-  JAX_MAGI_RETURN_IF_ERROR(CheckStamp(context, tile_stamp, tiling.stamp()));
+  JAX_MAGI_RETURN_IF_ERROR(
+      CheckStamp(context, tile_stamp & ~cuda::kLongTilesStamp, tiling.stamp()));
   if (tiling.num_rows == 0 || tiling.num_columns == 0) {
     return Invalid(context, "tile_stamp", "has tiles without rows or columns");
   }

@@ -194,10 +194,11 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
     needs.tile_list = std::move(plan.tile_list);
     needs.tile_cost = plan.cost;
-    if (!call.is_backward && HasLongTiles(needs.tile_list)) needs.tile_stamp += kLongTilesStamp;
+    if (HasLongTiles(needs.tile_list, call.is_backward)) needs.tile_stamp += kLongTilesStamp;
   }
   if (call.is_backward) {
-    needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
+    needs.num_dkv_parts =
+        NumDkvParts(call.shape, layout.tiling, needs.tile_list, call.deterministic);
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);

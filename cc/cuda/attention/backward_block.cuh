@@ -33,11 +33,10 @@ struct BackwardBlock {
   float scores[kColumns / 2];  // Then tanh of them, with a cap, or probabilities.
   float dp[kColumns / 2];      // delta - dP.
   uint32_t p[kColumns / 4], ds[kColumns / 4];
-  float dx[kXDims / 2], dy[Config::kByKeys ? kYDims / 2 : 1];
+  float dx[kXDims / 2], dy[kYDims / 2];
   float dq[Config::kDqQueries / 2];
   uint32_t row_y[Config::kRowYInRegisters ? Config::kValueDim / 4 : 1];
-  float row_start[2], row_delta[2];  // Where rows are queries.
-  // Where columns are: read ahead of their use, as shared memory is busy with products.
+  // Read ahead of their use, as shared memory is busy with products.
   float2 start[Config::kReadAhead ? kColumns / 8 : 1];
 
   __device__ __forceinline__ int RowStage() const {
@@ -87,45 +86,17 @@ struct BackwardBlock {
     return *reinterpret_cast<const float2*>(source + 2 * (thread % 4));
   }
 
-  __device__ __forceinline__ void LoadRowStatistics() {
-    const RowTileInfo& tile = Tile();
-    const int64_t head = int64_t{tile.batch} * params.num_q_heads + tile.row_head;
-    const QueryStatistic* statistics = params.statistics + head * (params.padded_queries / 8);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool is_own = Row(r) < tile.num_rows;
-      const int query = tile.begin + Row(r);
-      row_start[r] = is_own ? statistics[query / 8].start[query % 8] : -INFINITY;
-      if constexpr (Config::kStartIsScore) row_start[r] *= scale.log2;
-      row_delta[r] = is_own ? statistics[query / 8].delta[query % 8] : 0.0f;
-    }
-  }
-
   // dP is subtracted from delta by its product.
   __device__ __forceinline__ void ReadStatistics(int stage) {
     if constexpr (Config::kReadAhead) {
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.statistics[stage][i].start);
     }
-    ForEachPair([&](int e, int i, int r) {
-      const float2 delta = Config::kByKeys ? ReadPair(shared.statistics[stage][i].delta)
-                                           : make_float2(row_delta[r], row_delta[r]);
+    ForEachPair([&](int e, int i, int) {
+      const float2 delta = ReadPair(shared.statistics[stage][i].delta);
       dp[2 * e] = delta.x;
       dp[2 * e + 1] = delta.y;
     });
-  }
-
-  // Scores begin at -lse. Read with the exponents, it would come late, and there are no registers
-  // to read it ahead.
-  __device__ __forceinline__ void StartScores(int stage) {
-    if constexpr (Config::kStartsScores) {
-      ForEachPair([&](int e, int i, int) {
-        const float2 start = ReadPair(shared.statistics[stage][i].start);
-        scores[2 * e] = start.x;
-        scores[2 * e + 1] = start.y;
-      });
-      FenceRegisters(scores);
-    }
   }
 
   // As wgmma wants them: 16 rows of the warp, 16 dims a step.
@@ -143,10 +114,9 @@ struct BackwardBlock {
 
   __device__ __forceinline__ void IssueScores(int x_stage) {
     const int stage = __shfl_sync(~0u, x_stage, 0);  // The compiler shall know that it is uniform.
-    constexpr Product kProduct = Config::kStartsScores ? Product::kIsAdded : Product::kIsResult;
     FenceRegisters(scores);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, kProduct>(
+    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, Product::kIsResult>(
         RowDescriptor(RowX() + RowPart() * 64 * 64), kRowPanel,
         RowDescriptor(shared.column_x[stage]), kColumnPanel, scores);
     CommitWgmma();
@@ -185,17 +155,13 @@ struct BackwardBlock {
   }
 
   // dQ^T[64 dims, queries] = K^T dS^T.
-  __device__ __forceinline__ int DqFirstQuery() const {
-    return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
-  }
-
   __device__ __forceinline__ void IssueDq(const Element* source, int step) {
     FenceRegisters(dq);
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
         ColumnDescriptor(RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows,
                          kRowPanel),
-        RowDescriptor(source + DqFirstQuery() * 64), kColumnPanel, dq);
+        RowDescriptor(source + DqFirstQuery<Config>(warpgroup) * 64), kColumnPanel, dq);
     CommitWgmma();
   }
 
@@ -207,16 +173,14 @@ struct BackwardBlock {
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }
 
-  // What is to be added to exponents, of pair `i` of columns and row `r`.
-  __device__ __forceinline__ float2 Start(int stage, int i, int r) const {
-    if constexpr (!Config::kByKeys) return make_float2(row_start[r], row_start[r]);
-    if constexpr (Config::kStartsScores) return make_float2(0.0f, 0.0f);  // The scores have it.
+  // What is to be added to exponents, of pair `i` of columns.
+  __device__ __forceinline__ float2 Start(int stage, int i) const {
     return Config::kReadAhead ? start[i] : ReadPair(shared.statistics[stage][i].start);
   }
 
   __device__ __forceinline__ void Probabilities(int stage) {
-    ForEachPair([&](int e, int i, int r) {
-      const float2 start = Start(stage, i, r);
+    ForEachPair([&](int e, int i, int) {
+      const float2 start = Start(stage, i);
       scores[2 * e] = Exp2(scores[2 * e] * scale.log2 + start.x);
       scores[2 * e + 1] = Exp2(scores[2 * e + 1] * scale.log2 + start.y);
       p[e] = PackPair<Element>(scores[2 * e], scores[2 * e + 1]);
@@ -241,8 +205,8 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void CappedGradients(int stage) {
-    ForEachPair([&](int e, int i, int r) {
-      const float2 start = Start(stage, i, r);
+    ForEachPair([&](int e, int i, int) {
+      const float2 start = Start(stage, i);
       const float tanh[2] = {scores[2 * e], scores[2 * e + 1]};
       const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
                                     Exp2(tanh[1] * scale.log2 + start.y)};
@@ -290,9 +254,7 @@ struct BackwardBlock {
 
   __device__ __forceinline__ void Store(const RowTileInfo& tile) {
     StoreGradient<kXDims>(tile, dx, params.softmax_scale, params.dx, params.head_dim);
-    if constexpr (Config::kByKeys) {
-      StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
-    }
+    StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
   }
 
   template <int kDims>
@@ -307,7 +269,7 @@ struct BackwardBlock {
       is_own[r] = Row(r) < tile.num_rows;
       const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
       const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
-      offset[r] = (row * params.num_row_heads + tile.row_head) * dim + first_column;
+      offset[r] = (row * params.num_kv_heads + tile.kv_head) * dim + first_column;
     }
     if (params.is_float) {
       float* base = static_cast<float*>(out);

@@ -22,18 +22,16 @@ struct BackwardBlockTerms {
     return slopes == nullptr ? 0.0f : slopes[int64_t{batch} * params().num_q_heads + head];
   }
 
-  // --- Where rows are keys ---
-
   // From products to scores in natural units, with their terms. The bias is where dS will be, once
   // `full` has completed the phase.
-  __device__ __forceinline__ void AddByKeys(int stage, Element* ds, uint64_t* full,
-                                            uint32_t phase) const {
+  __device__ __forceinline__ void Add(int stage, Element* ds, uint64_t* full,
+                                      uint32_t phase) const {
     const ScoreTerms& terms = params().terms;
     if constexpr (Config::kIsBiasAlone) {
       AddTiles(ds, full, phase);
       return;
     }
-    const int batch = block.Tile().batch, head = shared().head[stage];
+    const int batch = block.Tile().batch, head = shared().target[stage].head;
     const int key = block.Tile().begin + block.RowAnew();
     const int distance = key - (shared().block[stage].begin + 2 * (block.thread % 4));
     float factor = params().softmax_scale;
@@ -86,7 +84,7 @@ struct BackwardBlockTerms {
     const int key = block.Tile().begin + block.RowPart() * 64 + int(warp * 16 + lane % 16);
     const int first = shared().block[stage].begin + kPart * kHalf;
     const float* source = static_cast<const float*>(terms.bias) +
-                          terms.Offset(block.Tile().batch, shared().head[stage]) +
+                          terms.Offset(block.Tile().batch, shared().target[stage].head) +
                           (first + int(lane / 16)) * terms.q_stride + key;
     __syncwarp();  // All have read the half before.
 #pragma unroll 1
@@ -115,7 +113,7 @@ struct BackwardBlockTerms {
     const bool has_sums = gradients.key_sums != nullptr || gradients.key_moments != nullptr;
     if (!has_sums && gradients.dbias_sums == nullptr) return;
     const float* ds = block.dp;
-    const int batch = block.Tile().batch, head = shared().head[stage];
+    const int batch = block.Tile().batch, head = shared().target[stage].head;
     const int key = block.Tile().begin + block.RowAnew();
     const int query = shared().block[stage].begin + 2 * (block.thread % 4);
     const int end = block.Tile().begin + block.Tile().num_rows;
@@ -148,54 +146,6 @@ struct BackwardBlockTerms {
           }
         }
       });
-    }
-  }
-
-  // --- Where rows are queries ---
-
-  // The bias comes with the values of a stage, and in the same phase.
-  __device__ __forceinline__ void AddByQueries(int x_stage, int y_stage, uint32_t phase) const {
-    const ScoreTerms& terms = params().terms;
-    const unsigned thread = block.ThreadAnew();
-    const int batch = block.Tile().batch, head = block.Tile().row_head;
-    const int row = block.Tile().begin + block.RowAnew();
-    const int key = shared().block[x_stage].begin + 2 * int(thread % 4);
-    const int num_keys = params().work.num_columns;
-    float factor = params().softmax_scale;
-    if (terms.kind == BiasKind::kByKey) {
-      const int64_t first = terms.Offset(batch, head) + key;
-      AddBias(factor, block.scores, [&](int i, int, float (&x)[2]) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = 8 * i + e;
-          x[e] = key + column < num_keys ? terms.Load<Element>(first + column) : 0.0f;
-        }
-      });
-    } else if (terms.kind == BiasKind::kTiles) {
-      Wait(&shared().bias_full[y_stage], phase);
-      const int tile_row = block.RowPart() * 64 + thread / 32 * 16 + thread % 16;
-      AddPackedBias<Element>(factor, block.scores, [&](int step, uint32_t* x) {
-        const int chunk = 2 * (step % 4) + thread % 32 / 16;
-        const Element* panel = shared().bias[y_stage] + step / 4 * Config::kBlockRows * 64;
-        LoadMatrices(panel + tile_row * 64 + (chunk ^ (tile_row % 8)) * 8, x);
-      });
-    } else if (terms.kind == BiasKind::kFloat) {
-      const int warp_row = block.RowPart() * 64 + thread / 32 * 16;
-      static_assert(2 * sizeof(Element) >= sizeof(float), "the stages are large enough");
-      const StagedRows<kColumns> staged{reinterpret_cast<float*>(shared().bias[0]) +
-                                        warp_row * kColumns};
-      const int first_row = block.Tile().begin + warp_row;
-      staged.Copy(static_cast<const float*>(terms.bias) + terms.Offset(batch, head) +
-                      first_row * terms.q_stride,
-                  terms.q_stride, params().q_len - first_row, shared().block[x_stage].begin,
-                  num_keys, thread % 32);
-      staged.Add(factor, thread % 32, block.scores);
-    }
-    if (terms.kind != BiasKind::kNone) factor = 1.0f;
-    if (terms.slopes != nullptr) {
-      const float slope = Slope(batch, head);
-      const int distance = key - row;
-      AddSlopes(factor, slope, {slope * distance, slope * (distance - 8)}, block.scores);
     }
   }
 };

@@ -38,7 +38,6 @@ struct BackwardConsumer {
     } else {
       block.scale = {params.softmax_scale * kLog2E, 0.0f};
     }
-    if (Config::kTakesTurns && warpgroup == Config::kNumConsumers - 1) PassTurn();
     for (uint32_t phase = 0;;) {
       Wait(&shared.row_full[block.RowStage()], phase);
       // By a shuffle: the compiler then knows that the loop is the same for a whole warp, and does
@@ -49,7 +48,6 @@ struct BackwardConsumer {
       for (float& x : block.dx) x = 0.0f;
 #pragma unroll
       for (float& y : block.dy) y = 0.0f;
-      if constexpr (!Config::kByKeys) block.LoadRowStatistics();
       if (num_blocks > 0) {
         if constexpr (Config::kRowYInRegisters) block.LoadRowY();
         if constexpr (Config::kRowStages > 1) {
@@ -57,9 +55,7 @@ struct BackwardConsumer {
           // By a shuffle: the compiler then knows that it is the same for a whole warp.
           block.row_stage = __shfl_sync(~0u, block.row_stage, 0);
         }
-        if constexpr (Config::kTakesTurns) {
-          ComputeInTurns();
-        } else if constexpr (Config::kInTwoBursts) {
+        if constexpr (Config::kInTwoBursts) {
           ComputeInTwoBursts();
         } else {
           Compute();
@@ -74,29 +70,23 @@ struct BackwardConsumer {
       block.row_stage = (block.RowStage() + 1) % Config::kRowStages;
       block.Store(tile);
     }
-    // The last turn is passed to warpgroup 0, which has to take it: barriers must be left even.
-    if (Config::kTakesTurns && warpgroup == 0) TakeTurn();
-    if constexpr (Config::kHasDq) {
-      if constexpr (kDsIsByX) {
-        // Until what is said of an older block has been read.
-        Wait(&shared.ds_empty[x_ring.stage], x_ring.phase ^ 1);
-        if (warpgroup == 0 && thread == 0) shared.ds_info[x_ring.stage].head = -1;
-        ArriveByWarp(&shared.ds_full[x_ring.stage], thread);
-      } else if constexpr (Config::kStoresDs) {
-        if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
-        NamedSync(kDsWritten, Config::kDsThreads);
-      }
-      Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
-      if (thread == 0) {
-        shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].head = -1;
-      }
-      ArriveByWarp(&shared.dq_full[warpgroup], thread);
+    if constexpr (kDsIsByX) {
+      // Until what is said of an older block has been read.
+      Wait(&shared.ds_empty[x_ring.stage], x_ring.phase ^ 1);
+      if (warpgroup == 0 && thread == 0) shared.ds_info[x_ring.stage].head = -1;
+      ArriveByWarp(&shared.ds_full[x_ring.stage], thread);
+    } else if constexpr (Config::kStoresDs) {
+      if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
+      NamedSync(kDsWritten, Config::kDsThreads);
     }
+    Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
+    if (thread == 0) shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].head = -1;
+    ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 
   __device__ __forceinline__ void Compute() {
+    static_assert(!Config::kHasTerms, "with terms, products come in two bursts");
     WaitForX();
-    block.StartScores(x_ring.stage);
     block.IssueScores(x_ring.stage);
     block.ReadStatistics(x_ring.stage);
     WaitWgmma<0>();
@@ -113,65 +103,46 @@ struct BackwardConsumer {
       WaitForY();
       block.IssueDp(y_stage);
       FenceRegisters(block.scores);
-      if constexpr (Config::kHasTerms) {
-        Terms().AddByQueries(x_stage, y_stage, num_done / Config::kYStages % 2);
-      }
       if (flags & kMasked) block.Hide(shared.block[x_stage]);
-      if constexpr (Config::kHasTerms) {
-        static_assert(!Config::kByKeys, "where rows are keys, products come in two bursts");
-        ProbabilitiesAndGradients(x_stage);
-      } else if constexpr (Config::kHasSoftcap) {
+      if constexpr (Config::kHasSoftcap) {
         block.CapScores();
         WaitWgmma<0>();
         FenceRegisters(block.dp);
         block.CappedGradients(x_stage);
-        if constexpr (Config::kByKeys) block.IssueDy(y_stage);
+        block.IssueDy(y_stage);
       } else {
         block.Probabilities(x_stage);
-        if constexpr (Config::kByKeys) {
-          block.IssueDy(y_stage);
-          WaitWgmma<1>();
-        } else {
-          HoldProbabilities();
-          WaitWgmma<0>();
-        }
+        block.IssueDy(y_stage);
+        WaitWgmma<1>();
         FenceRegisters(block.dp);
         block.ScoreGradients();
       }
-      if constexpr (Config::kHasDq) block.WriteDs(Ds(ds_stage));
+      block.WriteDs(Ds(ds_stage));
       block.IssueDx(x_stage);
-      if constexpr (Config::kByKeys) {
-        WaitWgmma<1>();
-        FenceRegisters(block.dy);
-      }
+      WaitWgmma<1>();
+      FenceRegisters(block.dy);
       ArriveByWarp(&shared.y_empty[y_stage], thread);
       ++num_done;
       x_ring.Advance();
-      if constexpr (Config::kHasDq) {
-        FenceAsyncProxy();
-        NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
+      FenceAsyncProxy();
+      NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
 #pragma unroll
-        for (int step = 0; step < Config::kDqSteps; ++step) {
-          block.IssueDq(Ds(ds_stage), step);
-          if (step < Config::kDqSteps - 1) {
-            WaitWgmma<0>();
-          } else {
-            if constexpr (Config::kWaitsForDx) {
-              WaitWgmma<1>();
-              FenceRegisters(block.dx);
-            }
-            IssueNextScores(is_last ? x_before : x_ring);
+      for (int step = 0; step < Config::kDqSteps; ++step) {
+        block.IssueDq(Ds(ds_stage), step);
+        if (step < Config::kDqSteps - 1) {
+          WaitWgmma<0>();
+        } else {
+          if constexpr (Config::kWaitsForDx) {
             WaitWgmma<1>();
+            FenceRegisters(block.dx);
           }
-          FenceRegisters(block.dq);
-          FenceRegisters(block.dx);
-          SetDqTarget(x_stage, ds_stage, step);
-          AddDq(ds_stage, step);
+          IssueNextScores(is_last ? x_before : x_ring);
+          WaitWgmma<1>();
         }
-      } else {
-        IssueNextScores(is_last ? x_before : x_ring);
-        WaitWgmma<1>();
+        FenceRegisters(block.dq);
         FenceRegisters(block.dx);
+        SetDqTarget(x_stage, ds_stage, step);
+        AddDq(ds_stage, step);
       }
       Arrive(&shared.x_empty[x_stage]);
       block.ReadStatistics(x_ring.stage);
@@ -208,8 +179,8 @@ struct BackwardConsumer {
       WaitWgmma<1>();
       FenceRegisters(block.scores);
       if constexpr (Config::kHasTerms) {
-        Terms().AddByKeys(x_stage, Ds(ds_stage), &shared.bias_full[ds_stage],
-                          kDsIsByX ? x_ring.phase : num_done / 2 % 2);
+        Terms().Add(x_stage, Ds(ds_stage), &shared.bias_full[ds_stage],
+                    kDsIsByX ? x_ring.phase : num_done / 2 % 2);
       }
       if (flags & kMasked) block.Hide(shared.block[x_stage]);
       ProbabilitiesAndGradients(x_stage);
@@ -218,7 +189,7 @@ struct BackwardConsumer {
       block.IssueDy(y_stage);
       if constexpr (Config::kStoresDs) {
         if (warpgroup == 0 && thread == 0) {
-          shared.ds_info[ds_stage] = {shared.block[x_stage], shared.head[x_stage],
+          shared.ds_info[ds_stage] = {shared.block[x_stage], shared.target[x_stage].head,
                                       block.Tile().batch, block.Tile().begin};
         }
       }
@@ -291,74 +262,7 @@ struct BackwardConsumer {
     } else {
       block.ScoreGradients();
     }
-    if constexpr (Config::kHasTerms && Config::kByKeys) Terms().AddGradients(x_stage);
-  }
-
-  // All products at once, then all that is done element by element: while one warpgroup has the
-  // tensor cores, another computes. Left alone, they would all do the same at the same time.
-  __device__ __forceinline__ void ComputeInTurns() {
-    int flags = PrepareTurn();
-    TakeTurn();
-    block.IssueScores(x_ring.stage);
-    block.IssueDp(YStage());
-    PassTurn();
-    FinishInTurn(flags);
-    while (!(flags & kLast)) {
-      const int x_stage = x_ring.stage, y_stage = YStage();
-      x_ring.Advance();
-      ++num_done;
-      flags = PrepareTurn();
-      TakeTurn();
-      if constexpr (Config::kByKeys) block.IssueDy(y_stage);
-      block.IssueDx(x_stage);
-      block.IssueScores(x_ring.stage);
-      block.IssueDp(YStage());
-      PassTurn();
-      WaitWgmma<2>();
-      FenceRegisters(block.dx);
-      FenceRegisters(block.dy);
-      Arrive(&shared.x_empty[x_stage]);
-      ArriveByWarp(&shared.y_empty[y_stage], thread);
-      FinishInTurn(flags);
-    }
-    TakeTurn();
-    if constexpr (Config::kByKeys) block.IssueDy(YStage());
-    block.IssueDx(x_ring.stage);
-    PassTurn();
-    WaitWgmma<0>();
-    FenceRegisters(block.dx);
-    FenceRegisters(block.dy);
-    Arrive(&shared.x_empty[x_ring.stage]);
-    ArriveByWarp(&shared.y_empty[YStage()], thread);
-    x_ring.Advance();
-    ++num_done;
-  }
-
-  // Returns the block's flags.
-  __device__ __forceinline__ int PrepareTurn() {
-    WaitForX();
-    WaitForY();
-    block.ReadStatistics(x_ring.stage);
-    FenceRegisters(block.dp);  // Else ptxas copies them after the first product, and waits for it.
-    block.StartScores(x_ring.stage);
-    return BlockFlags();
-  }
-
-  // From scores, and dP a little later, to dS.
-  __device__ __forceinline__ void FinishInTurn(int flags) {
-    WaitWgmma<1>();
-    FenceRegisters(block.scores);
-    if (flags & kMasked) block.Hide(shared.block[x_ring.stage]);
-    block.Probabilities(x_ring.stage);
-    HoldProbabilities();
-    WaitWgmma<0>();
-    FenceRegisters(block.dp);
-    block.ScoreGradients();
-  }
-
-  __device__ __forceinline__ void TakeTurn() { NamedSync(kFirstTurn + warpgroup, 2 * kWarpgroup); }
-  __device__ __forceinline__ void PassTurn() {
-    NamedArrive(kFirstTurn + (warpgroup + 1) % Config::kNumConsumers, 2 * kWarpgroup);
+    if constexpr (Config::kHasTerms) Terms().AddGradients(x_stage);
   }
 
   __device__ __forceinline__ BackwardBlockTerms<Config> Terms() { return {block}; }
@@ -377,7 +281,6 @@ struct BackwardConsumer {
   // block's own position: under a condition, ptxas would run all products one by one.
   __device__ __forceinline__ void IssueNextScores(RingPosition<Config::kXStages> position) {
     Wait(&shared.x_full[position.stage], position.phase);
-    block.StartScores(x_ring.stage);
     block.IssueScores(x_ring.stage);
   }
 
@@ -404,9 +307,7 @@ struct BackwardConsumer {
   // Where dQ of the block in stage `stage` belongs.
   __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage, int step) {
     if (thread == 0) {
-      shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = {
-          shared.head[stage], shared.block[stage].begin + block.DqFirstQuery(), block.Tile().batch,
-          block.Tile().index};
+      shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = shared.target[stage];
     }
   }
 

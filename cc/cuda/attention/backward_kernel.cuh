@@ -11,9 +11,8 @@
 // that P^T and dS^T are in registers what the products for dV and dK want; dS goes through shared
 // memory to the product for dQ, whose tiles other warps add to memory by TMA.
 //
-// The order of those additions is not fixed. Where the result must be the same bit for bit, the
-// kernel runs twice instead: for dK and dV alone, and with the roles of queries and keys exchanged
-// for dQ.
+// The order of those additions is not fixed, unless the result must be the same bit for bit: see
+// dq_order.h.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_KERNEL_CUH_
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     const int warp = __shfl_sync(~0u, thread / 32, 0);
     if (warp == 0) {
       BackwardProducer<Config>{params, shared, thread % 32}.Run();
-    } else if (Config::kHasDq && warp < 3) {
+    } else if (warp < 3) {
       DqAdder<Config>{params, shared, warp - 1, thread % 32}.Run();
     }
     if constexpr (Config::kStoresDs) {

@@ -14,12 +14,14 @@
 namespace jax_magi::cuda {
 
 template <typename Config>
-constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, Config::kByKeys,
+constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, /*by_keys=*/true,
                                     /*aligns_keys=*/Config::kHasTerms};
 
 // About as much work at once as blocks of threads that run at once, and no more: they then read the
-// same queries at about the same time.
-constexpr int64_t kWorkPerSection = 2 * 132;
+// same queries at about the same time. Where additions have an order, tiles wait for those of the
+// same heads, and the more heads there are the less; but not so many that their queries leave the
+// L2 cache, as they do where tiles are long.
+constexpr int64_t kWorkPerSection = 2 * 132, kWorkPerSectionInOrder = 4 * 132;
 // Columns that are worked on for all query heads in turn before the next: more than a usual window,
 // and few enough to stay in the L2 cache. With a fixed order of additions, tiles that begin late
 // under a causal mask wait the longer the more these are.
@@ -27,22 +29,23 @@ constexpr int kColumnsPerHead = 2048, kColumnsPerHeadInOrder = 640;
 
 // The last argument is for calls with terms.
 template <typename Config>
-Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QueryStatistic* statistics,
-                          float* dq_sum, const DqOrder& order, const LaunchOptions& options,
-                          const TermGradients& gradients = {}) {
+Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
+                            const QueryStatistic* statistics, float* dq_sum, const DqOrder& order,
+                            const LaunchOptions& options, const TermGradients& gradients = {}) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
-  const int num_row_heads =
-      static_cast<int>(Config::kByKeys ? shape.num_kv_heads : shape.num_q_heads);
-  if (num_row_heads == 0) return {};
-  const int num_packs = num_row_heads * num_parts;
+  const int num_kv_heads = static_cast<int>(shape.num_kv_heads);
+  if (num_kv_heads == 0) return {};
+  const int num_packs = num_kv_heads * num_parts;
   const int64_t num_tiles =
       std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
   const bool is_ordered = order.done != nullptr;
-  const int64_t most_work = is_ordered ? std::numeric_limits<int64_t>::max() : kWorkPerSection;
+  const int64_t most_work = !is_ordered              ? kWorkPerSection
+                            : options.has_long_tiles ? kWorkPerSectionInOrder
+                                                     : std::numeric_limits<int64_t>::max();
   int64_t heads_per_section =
-      std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_row_heads);
-  while (num_row_heads % heads_per_section) --heads_per_section;
+      std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
+  while (num_kv_heads % heads_per_section) --heads_per_section;
   auto* counter = static_cast<WorkCounter*>(options.workspace);
   if (is_ordered) {
     constexpr DqSteps kSteps{Config::kBlockColumns, Config::kDqQueries};
@@ -53,27 +56,18 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, counter, num_packs,
                          static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
 
-  // Queries or keys, by their role.
-  struct Side {
-    const void *x, *y;
-    int64_t length, heads;
-  };
-  const Side queries{args.q, args.dout, shape.q_len, shape.num_q_heads};
-  const Side keys{args.k, args.v, shape.k_len, shape.num_kv_heads};
-  const Side& rows = Config::kByKeys ? keys : queries;
-  const Side& columns = Config::kByKeys ? queries : keys;
-  // Without columns, these are described but never read.
-  const void* column_x = columns.x == nullptr ? rows.x : columns.x;
-  const void* column_y = columns.y == nullptr ? rows.y : columns.y;
+  // Without queries, these are described but never read.
+  const void* q = args.q == nullptr ? args.k : args.q;
+  const void* dout = args.dout == nullptr ? args.v : args.dout;
+  const int64_t q_len = shape.q_len, k_len = shape.k_len, num_q_heads = shape.num_q_heads;
+  constexpr int kRows = Config::kBlockRows, kColumns = Config::kBlockColumns;
   JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
-      shape.batch, {{args.dtype, rows.x, rows.length, rows.heads, shape.head_dim,
-                     Config::kBlockRows, 1, &params.row_x_map},
-                    {args.dtype, rows.y, rows.length, rows.heads, shape.value_dim,
-                     Config::kBlockRows, 1, &params.row_y_map},
-                    {args.dtype, column_x, columns.length, columns.heads, shape.head_dim,
-                     Config::kBlockColumns, 1, &params.column_x_map},
-                    {args.dtype, column_y, columns.length, columns.heads, shape.value_dim,
-                     Config::kBlockColumns, 1, &params.column_y_map}}));
+      shape.batch,
+      {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map},
+       {args.dtype, args.v, k_len, num_kv_heads, shape.value_dim, kRows, 1, &params.row_y_map},
+       {args.dtype, q, q_len, num_q_heads, shape.head_dim, kColumns, 1, &params.column_x_map},
+       {args.dtype, dout, q_len, num_q_heads, shape.value_dim, kColumns, 1,
+        &params.column_y_map}}));
   params.dq_sum = dq_sum;
   params.dq_sum_rows = DqSumRows(shape.q_len);
   params.dq_order = order;
@@ -81,9 +75,9 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   params.q_len = static_cast<int>(shape.q_len);
   params.num_q_heads = static_cast<int>(shape.num_q_heads);
   params.group = static_cast<int>(shape.group());
-  params.num_row_heads = num_row_heads;
-  params.packs_per_row_head = num_parts;
-  params.heads_per_pack = Config::kByKeys ? params.group / num_parts : 1;
+  params.num_kv_heads = num_kv_heads;
+  params.packs_per_kv_head = num_parts;
+  params.heads_per_pack = params.group / num_parts;
   const int per_head = is_ordered ? kColumnsPerHeadInOrder : kColumnsPerHead;
   params.columns_per_head = per_head / Config::kBlockColumns * Config::kBlockColumns;
   params.head_dim = static_cast<int>(shape.head_dim);
@@ -92,17 +86,16 @@ Status LaunchBackwardPart(const BackwardArgs& args, int num_parts, const QuerySt
   params.softcap = args.params.softcap;
   params.statistics = statistics;
   params.padded_queries = PaddedQueries(shape.q_len);
-  params.dx = Config::kByKeys ? args.dk : args.dq;
-  params.dy = Config::kByKeys ? args.dv : nullptr;
-  params.is_float = (Config::kByKeys ? args.dkv_dtype : args.dq_dtype) == DType::kF32;
+  params.dx = args.dk;
+  params.dy = args.dv;
+  params.is_float = args.dkv_dtype == DType::kF32;
   if constexpr (Config::kHasTerms) {
     params.terms = TermsOf(args);
     params.gradients = gradients;
     JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
     if (params.terms.kind == BiasKind::kTiles) {
-      constexpr int kQueries = Config::kByKeys ? Config::kBlockColumns : Config::kBlockRows;
       JAX_MAGI_RETURN_IF_BAD(
-          MakeBiasMap(shape, args.bias_layout, args.bias, kQueries, &params.bias_map));
+          MakeBiasMap(shape, args.bias_layout, args.bias, Config::kBlockColumns, &params.bias_map));
     }
     if (gradients.dbias != nullptr) {
       JAX_MAGI_RETURN_IF_BAD(MakeBiasMap(shape, args.bias_layout, gradients.dbias,
@@ -165,15 +158,15 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  using Config = BackwardConfig<kHeadDim, Element, kHasSoftcap, BackwardPart::kAll>;
+  using Config = BackwardConfig<kHeadDim, Element, kHasSoftcap>;
   const auto [args, sum, order, num_zero_bytes, parts, statistics, rest] = SplitWorkspace(
       call, kBackwardTiling<Config>, kHeadDim / 64, num_parts, deterministic, options);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, kLog2E, sum, num_zero_bytes, statistics,
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, sum, num_zero_bytes, statistics,
                                                 static_cast<WorkCounter*>(rest.workspace),
                                                 options.stream));
   if (shape.k_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
-        LaunchBackwardPart<Config>(args, num_parts, statistics, sum.data, order, rest));
+        LaunchBackwardKernel<Config>(args, num_parts, statistics, sum.data, order, rest));
   }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
   return {};
@@ -190,9 +183,8 @@ Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int 
 
 template <int kHeadDim, typename Element>
 Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap) {
-  return has_softcap
-             ? kBackwardTiling<BackwardConfig<kHeadDim, Element, true, BackwardPart::kAll>>
-             : kBackwardTiling<BackwardConfig<kHeadDim, Element, false, BackwardPart::kAll>>;
+  return has_softcap ? kBackwardTiling<BackwardConfig<kHeadDim, Element, true>>
+                     : kBackwardTiling<BackwardConfig<kHeadDim, Element, false>>;
 }
 
 }  // namespace jax_magi::cuda

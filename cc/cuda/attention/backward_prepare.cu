@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "cc/cuda/arithmetic.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/early_launch.h"
 #include "cc/cuda/attention/hopper.cuh"
@@ -13,7 +14,6 @@ constexpr int kVectorsPerThread = 8;  // Of zeros. Not tuned.
 struct PrepareArgs {
   const float *lse, *delta;  // [batch, q_len, num_q_heads]
   QueryStatistic* statistics;
-  float factor;
   uint32_t q_len, num_eights, num_q_heads;  // Eight queries have a statistic.
   uint32_t num_statistics, num_statistic_blocks;
   float4* dq;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void MakeStatistic(const PrepareArgs& args) {
     const int64_t from = (int64_t{batch} * args.q_len + query) * args.num_q_heads + head;
     const bool is_inside = query < args.q_len;
     const float lse = is_inside ? args.lse[from] : -INFINITY;
-    statistic.start[i] = lse == -INFINITY ? -INFINITY : -lse * args.factor;
+    statistic.start[i] = lse == -INFINITY ? -INFINITY : -lse * kLog2E;
     statistic.delta[i] = is_inside ? args.delta[from] : 0.0f;
   }
   args.statistics[(int64_t{batch} * args.num_q_heads + head) * args.num_eights + eight] = statistic;
@@ -63,9 +63,8 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
 
 }  // namespace
 
-cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
-                            int64_t num_zero_bytes, QueryStatistic* statistics,
-                            WorkCounter* counter, cudaStream_t stream) {
+cudaError_t PrepareBackward(const BackwardArgs& args, const DqSum& sum, int64_t num_zero_bytes,
+                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
   const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
   const auto num_q_heads = static_cast<uint32_t>(shape.num_q_heads);
@@ -74,7 +73,6 @@ cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum&
   const PrepareArgs prepare{args.lse,
                             args.delta,
                             statistics,
-                            factor,
                             static_cast<uint32_t>(shape.q_len),
                             num_eights,
                             num_q_heads,

@@ -15,12 +15,11 @@ inline int64_t StatisticsBytes(const AttentionShape& shape) {
          sizeof(QueryStatistic);
 }
 
-// Makes the statistics from args.lse and args.delta: start = -lse * factor. Resets the counter, and
-// fills `num_zero_bytes` from the sum of dq on with zeros. The kernel after it may start at once,
-// and must wait for it with griddepcontrol.wait.
-cudaError_t PrepareBackward(const BackwardArgs& args, float factor, const DqSum& sum,
-                            int64_t num_zero_bytes, QueryStatistic* statistics,
-                            WorkCounter* counter, cudaStream_t stream);
+// Makes the statistics from args.lse and args.delta: start = -lse in exponents of 2. Resets the
+// counter, and fills `num_zero_bytes` from the sum of dq on with zeros. The kernel after it may
+// start at once, and must wait for it with griddepcontrol.wait.
+cudaError_t PrepareBackward(const BackwardArgs& args, const DqSum& sum, int64_t num_zero_bytes,
+                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

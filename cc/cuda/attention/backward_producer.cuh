@@ -22,16 +22,15 @@ struct BackwardParams {
   DqOrder dq_order;  // In which it is added to.
   WorkParams work;
   int batch, q_len, num_q_heads, group;
-  // The heads of the tile's rows, and of a pack: so many query heads meet one tile of keys.
-  int num_row_heads;
-  uint32_t packs_per_row_head, heads_per_pack;
+  int num_kv_heads;
+  // Of a kv head: so many query heads meet one tile of keys.
+  uint32_t packs_per_kv_head, heads_per_pack;
   int columns_per_head;  // Are worked on for all query heads in turn before the next.
   int head_dim, value_dim;
   float softmax_scale, softcap;
   const QueryStatistic* statistics;
   int padded_queries;  // In which a head has so many.
-  // Gradients of the rows' operands: dK and dV, or dQ and null. [packs_per_row_head, batch, rows,
-  // num_row_heads, dim].
+  // dK and dV: [packs_per_kv_head, batch, rows, num_kv_heads, dim].
   void *dx, *dy;
   bool is_float;  // Their element type; else that of the operands.
 };
@@ -46,22 +45,26 @@ template <typename Config>
 using BackwardParamsOf = std::conditional_t<Config::kHasTerms, BackwardTermsParams, BackwardParams>;
 
 struct alignas(16) RowTileInfo {
-  int32_t batch, row_head, pack_in_head, begin, num_rows, num_blocks;
-  int32_t index;        // In the list of tiles.
+  int32_t batch, kv_head, pack_in_head, begin, num_rows, num_blocks;
   uint32_t next_phase;  // Of the barrier, for the tile after it.
 };
 
-// Where in memory a warpgroup's part of dQ belongs. After the last one, `head` is negative.
+// Where in memory dQ of a block belongs. After the last one, `head` is negative.
 struct alignas(16) DqTarget {
   int32_t head, query, batch;
-  int32_t tile;  // Its index, of keys.
+  int32_t tile;  // Of keys: its index in the list.
 };
 
-// A panel of 64 dims. The product for dQ has so many steps; where these are two, its barriers have
-// the phase of the step.
+// Which panel of 64 dims, and which of a block's queries, a warpgroup has in a step of the product
+// for dQ. Where there are two steps, its barriers have the phase of the step.
 template <typename Config>
 __device__ __forceinline__ int DqPanel(int warpgroup, int step) {
   return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
+}
+
+template <typename Config>
+__device__ __forceinline__ int DqFirstQuery(int warpgroup) {
+  return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
 template <typename Config>
@@ -73,16 +76,15 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
   alignas(1024) Element column_x[kXStages][Config::kBlockColumns * Config::kHeadDim];
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
   // [key panel][query][64 keys], for each stage: one is written while others are still read.
-  alignas(1024) Element
-      ds[Config::kHasDq ? Config::kDsStages * Config::kBlockRows * Config::kBlockColumns : 64];
+  alignas(1024) Element ds[Config::kDsStages * Config::kBlockRows * Config::kBlockColumns];
   // For each warpgroup [queries / 2][64 dims][2 queries], as DqSumPlace says.
-  alignas(1024) float dq[Config::kHasDq ? 2 * 64 * Config::kDqQueries : 32];
-  QueryStatistic statistics[kXStages][Config::kByKeys ? Config::kBlockColumns / 8 : 1];
+  alignas(1024) float dq[2 * 64 * Config::kDqQueries];
+  QueryStatistic statistics[kXStages][Config::kBlockColumns / 8];
   BlockInfo block[kXStages];
-  int32_t head[kXStages];  // The query head of the block.
+  DqTarget target[kXStages];
   RowTileInfo tile[Config::kRowStages];
   WorkItem item;             // The producer's own.
-  DqTarget dq_target[2][2];  // Of each warpgroup, and by phase.
+  DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t row_full[Config::kRowStages], row_empty[Config::kRowStages];
@@ -99,13 +101,12 @@ enum NamedBarrier {
   // All consumers arrive when their part of dS is in shared memory, and wait: the product for dQ
   // reads every part.
   kDsWritten = 1,
-  // kFirstTurn + w: warpgroup w waits for its turn at the tensor cores; the one before it arrives
-  // when it has issued its products.
-  kFirstTurn = 2,
   // Of all consumers, while they write zeros for hidden pairs.
-  kZeros = 4,
+  kZeros = 2,
   // They arrive when there are no more of these, and the producer waits.
-  kZerosWritten = 5,
+  kZerosWritten = 3,
+  // Of both warps that add a block's dQ to memory in order, when it is there.
+  kDqAdded = 4,
 };
 constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;
 
@@ -165,23 +166,27 @@ struct BackwardProducer {
     const int stage = WaitForRowStage();
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
-      const int row_head = shared.item.pack / params.packs_per_row_head;
-      const int pack_in_head = shared.item.pack % params.packs_per_row_head;
+      const int kv_head = shared.item.pack / params.packs_per_kv_head;
+      const int pack_in_head = shared.item.pack % params.packs_per_kv_head;
       const uint32_t next = shared.item.num_done + 1;
-      shared.tile[stage] = {
-          tile.batch,    row_head,        pack_in_head, tile.begin,
-          tile.num_rows, tile.num_blocks, tile.index,   next / Config::kRowStages % 2};
+      shared.tile[stage] = {tile.batch,
+                            kv_head,
+                            pack_in_head,
+                            tile.begin,
+                            tile.num_rows,
+                            tile.num_blocks,
+                            next / Config::kRowStages % 2};
       if (tile.num_blocks > 0) {
         uint64_t* full = &shared.row_full[stage];
         ArriveExpectBytes(full, sizeof(shared.row_x[stage]) + sizeof(shared.row_y));
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
-          LoadBox(&params.row_x_map, full, shared.row_x[stage] + d * Config::kBlockRows, d,
-                  row_head, tile.begin, tile.batch);
+          LoadBox(&params.row_x_map, full, shared.row_x[stage] + d * Config::kBlockRows, d, kv_head,
+                  tile.begin, tile.batch);
         }
 #pragma unroll
         for (int d = 0; d < Config::kValueDim; d += 64) {
-          LoadBox(&params.row_y_map, full, shared.row_y + d * Config::kBlockRows, d, row_head,
+          LoadBox(&params.row_y_map, full, shared.row_y + d * Config::kBlockRows, d, kv_head,
                   tile.begin, tile.batch);
         }
       } else {
@@ -206,9 +211,8 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ int FirstHead() const {
-    if constexpr (!Config::kByKeys) return shared.item.pack;
-    return shared.item.pack / params.packs_per_row_head * params.group +
-           shared.item.pack % params.packs_per_row_head * params.heads_per_pack;
+    return shared.item.pack / params.packs_per_kv_head * params.group +
+           shared.item.pack % params.packs_per_kv_head * params.heads_per_pack;
   }
 
   __device__ __forceinline__ void LoadBlocks() {
@@ -227,15 +231,14 @@ struct BackwardProducer {
             // The first block may reach past `end`, as no block begins before 0.
             const int begin = Max(end - Config::kBlockColumns, 0);
             LoadX(begin, end);
-            if constexpr (Config::kHasTerms && Config::kByKeys) LoadBias(begin);
+            if constexpr (Config::kHasTerms) LoadBias(begin);
             LoadY(begin);
             ++num_loaded;
           }
         });
       }
     };
-    constexpr bool kAlignsEnd = Config::kByKeys || Config::kHasTerms;
-    ForEachSlice<Config::kByKeys, kAlignsEnd>(params.work, shared.item.tile, lane, load);
+    ForEachSlice</*kByKeys=*/true, /*kAlignsEnd=*/true>(params.work, shared.item.tile, lane, load);
   }
 
   // Calls load() for each query head of the turn. The head is kept in shared memory, as registers
@@ -253,16 +256,12 @@ struct BackwardProducer {
     __syncwarp();  // All lanes have read the head before the first one writes the next.
   }
 
-  __device__ __forceinline__ int ColumnHead() const {
-    return Config::kByKeys ? shared.item.head : shared.item.head / params.group;
-  }
-
   __device__ __forceinline__ void LoadX(int begin, int end) {
     const int stage = num_loaded % Config::kXStages;
     Wait(&shared.x_empty[stage], num_loaded / Config::kXStages % 2 ^ 1);
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
-      Slice slice = LoadTileSlice<Config::kByKeys>(params.work, tile, shared.item.slice);
+      Slice slice = LoadTileSlice</*kByKeys=*/true>(params.work, tile, shared.item.slice);
       const bool is_last = --shared.item.remaining == 0;
       const bool is_clean = tile.num_rows == Config::kBlockRows &&
                             begin + Config::kBlockColumns == end &&
@@ -273,19 +272,17 @@ struct BackwardProducer {
       slice.q_end = Min(slice.q_end, tile.rows().end);
       slice.k_end = Min(slice.k_end, end);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
-      shared.head[stage] = shared.item.head;
-      constexpr uint32_t kStatistics = Config::kByKeys ? sizeof(shared.statistics[stage]) : 0;
+      shared.target[stage] = {shared.item.head, begin, tile.batch, tile.index};
+      constexpr uint32_t kStatistics = sizeof(shared.statistics[stage]);
       ArriveExpectBytes(&shared.x_full[stage], sizeof(shared.column_x[stage]) + kStatistics);
-      if constexpr (Config::kByKeys) {
-        const int head = tile.batch * params.num_q_heads + shared.item.head;
-        LoadBulk(shared.statistics[stage],
-                 params.statistics + (int64_t{head} * params.padded_queries + begin) / 8,
-                 kStatistics, &shared.x_full[stage]);
-      }
+      const int head = tile.batch * params.num_q_heads + shared.item.head;
+      LoadBulk(shared.statistics[stage],
+               params.statistics + (int64_t{head} * params.padded_queries + begin) / 8, kStatistics,
+               &shared.x_full[stage]);
 #pragma unroll
       for (int d = 0; d < Config::kHeadDim; d += 64) {
         LoadBox(&params.column_x_map, &shared.x_full[stage],
-                shared.column_x[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
+                shared.column_x[stage] + d * Config::kBlockColumns, d, shared.item.head, begin,
                 tile.batch);
       }
     }
@@ -318,19 +315,6 @@ struct BackwardProducer {
     return params.terms.batch_stride == 0 ? 0 : shared.item.tile.batch;
   }
 
-  // Of a tile of queries, with the block's values.
-  __device__ __forceinline__ void LoadBiasRows(int stage, int begin) {
-    static_assert(Config::kYStages == 2, "the bias has as many stages");
-    if (params.terms.kind != BiasKind::kTiles || lane != 0) return;
-    ArriveExpectBytes(&shared.bias_full[stage], sizeof(shared.bias[stage]));
-#pragma unroll
-    for (int i = 0; i < Config::kBlockColumns; i += 64) {
-      LoadBoxOnce(&params.bias_map, &shared.bias_full[stage],
-                  shared.bias[stage] + i * Config::kBlockRows, begin + i, shared.item.tile.begin,
-                  BiasHead(), BiasBatch());
-    }
-  }
-
   __device__ __forceinline__ void LoadY(int begin) {
     const int stage = num_loaded % Config::kYStages;
     Wait(&shared.y_empty[stage], num_loaded / Config::kYStages % 2 ^ 1);
@@ -339,11 +323,10 @@ struct BackwardProducer {
 #pragma unroll
       for (int d = 0; d < Config::kValueDim; d += 64) {
         LoadBox(&params.column_y_map, &shared.y_full[stage],
-                shared.column_y[stage] + d * Config::kBlockColumns, d, ColumnHead(), begin,
+                shared.column_y[stage] + d * Config::kBlockColumns, d, shared.item.head, begin,
                 shared.item.tile.batch);
       }
     }
-    if constexpr (Config::kHasTerms && !Config::kByKeys) LoadBiasRows(stage, begin);
   }
 };
 
@@ -358,8 +341,9 @@ struct DqAdder {
     if (!IsOrdered(params) && lane > 0) return;  // One thread is enough.
     for (uint32_t phase = 0;; phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
-      const DqTarget target = shared.dq_target[warpgroup][phase];
+      DqTarget target = shared.dq_target[warpgroup][phase];
       if (target.head < 0) break;
+      target.query += DqFirstQuery<Config>(warpgroup);
       const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
       const int panel =
           (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
@@ -377,9 +361,14 @@ struct DqAdder {
         Arrive(&shared.dq_empty[warpgroup]);
       }
       if (IsOrdered(params)) {
+        // No fences: the addition is done in L2 when its thread has waited for it, and the next one
+        // is not asked for before the counter was read from there.
         if (lane == 0) WaitReduce();
         __syncwarp();
-        if (done != nullptr) AddReleased(done, 1);
+        if (done != nullptr) AddToCounter(done, 1);
+        // Where both adders have queries of the same panel: those of the tile's next block may be
+        // the same, by another slice.
+        if constexpr (Config::kSplitQueries) NamedSync(kDqAdded, 2 * 32);
       }
     }
     if (lane == 0) WaitReduce();
@@ -393,7 +382,7 @@ struct DqAdder {
     const bool is_visited = num_queries > 0 && unit <= order.UnitOf(target.query + num_queries - 1);
     int32_t* done = order.done + int64_t{panel} * order.num_units + unit;
     const int before = is_visited ? order.before[int64_t{target.tile} * order.num_units + unit] : 0;
-    while (__any_sync(~0u, is_visited && LoadAcquired(done) < before)) {
+    while (__any_sync(~0u, is_visited && LoadCounter(done) < before)) {
     }
     return is_visited ? done : nullptr;
   }

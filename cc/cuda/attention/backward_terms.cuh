@@ -25,14 +25,11 @@ template <typename Config, bool kHasTerms>
 struct BackwardBias {};
 template <typename Config>
 struct BackwardBias<Config, true> {
-  // Where rows are queries: [panel of 64 keys][row][64 keys], as TMA writes it.
-  alignas(1024) typename Config::Element
-      bias[2][Config::kHasBiasStages ? Config::kBlockRows * Config::kBlockColumns : 64];
   DsInfo ds_info[Config::kDsStages];
   HiddenShared<(Config::kZeroShare > 0 ? 64 : 1)> hidden;
   bool has_hidden;       // Pairs, for which zeros are written.
   uint32_t num_workers;  // Blocks of threads that write none at first.
-  // Of these stages, or of those of dS. The producer arrives on `full` with the bias, and consumers
+  // Of the stages of dS. The producer arrives on `full` with the bias, and consumers
   // wait; they, and all lanes of the warp that stores dS, arrive on `empty`, and the producer
   // waits.
   uint64_t bias_full[Config::kDsStages], ds_empty[Config::kDsStages];

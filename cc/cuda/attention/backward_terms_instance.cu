@@ -11,7 +11,7 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
                                                        const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  using All = BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll>;
+  using All = BackwardTermsConfig<kHeadDim, Element>;
 
   // The rest of the workspace: the counter, and sums of the terms' gradients.
   const Tiling tiling = TilingOf(
@@ -29,15 +29,13 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
       args, counter + 1, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      PrepareBackward(args, kLog2E, sum, num_zero_bytes, statistics, counter, options.stream));
+      PrepareBackward(args, sum, num_zero_bytes, statistics, counter, options.stream));
   if (shape.k_len > 0) {
-    auto launch = LaunchBackwardPart<All>;
+    auto launch = LaunchBackwardKernel<All>;
     if (is_bias_alone) {
-      launch = LaunchBackwardPart<
-          BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll, Terms::kBias>>;
+      launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kBias>>;
     } else if (are_slopes_alone) {
-      launch = LaunchBackwardPart<
-          BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll, Terms::kSlopes>>;
+      launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>>;
     }
     JAX_MAGI_RETURN_IF_BAD(launch(args, num_parts, statistics, sum.data, order, rest, gradients));
   }
@@ -48,10 +46,9 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
 
 template <int kHeadDim, typename Element>
 Tiling BackwardTermsVariant<kHeadDim, Element>::TilingOf(bool are_slopes_alone) {
-  using Slopes = BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll, Terms::kSlopes>;
-  return are_slopes_alone
-             ? kBackwardTiling<Slopes>
-             : kBackwardTiling<BackwardTermsConfig<kHeadDim, Element, BackwardPart::kAll>>;
+  using Slopes = BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>;
+  return are_slopes_alone ? kBackwardTiling<Slopes>
+                          : kBackwardTiling<BackwardTermsConfig<kHeadDim, Element>>;
 }
 
 template struct BackwardTermsVariant<JAX_MAGI_VARIANT>;

@@ -18,7 +18,7 @@ struct DqSum {
 // Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries /
 // 8].
 struct alignas(64) QueryStatistic {
-  // -lse, in units of scores or of exponents of 2; -inf for rows that see nothing, and past the
+  // -lse, in exponents of 2; -inf for rows that see nothing, and past the
   // last: their probabilities are then 0.
   float start[8];
   float delta[8];

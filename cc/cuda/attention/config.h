@@ -82,72 +82,51 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall
   static_assert(Tile::kNumConsumers == 2 || Tile::kNumConsumers == 3, "as setmaxnreg shares them");
 };
 
-// What the backward kernel computes: everything at once, or the same bit for bit in two runs.
-enum class BackwardPart { kAll, kKeysValues, kQueries };
-
 // Two consumer warpgroups, each with the gradients of 64 rows in registers: (kHeadDim + kValueDim)
 // / 2 of them a thread; beyond 128 dims, they hold half the dims each of the same 64 rows. A
 // block's scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
-template <int kHeadDim, bool kHasSoftcap, BackwardPart kPart>
+template <int kHeadDim, bool kHasSoftcap>
 struct BackwardTile;
-template <bool kHasSoftcap, BackwardPart kPart>
-struct BackwardTile<64, kHasSoftcap, kPart> {
-  static constexpr int kDimParts = 1;
-  // Taking turns, the part for keys and values starts scores at -lse, and has fewer registers left.
-  static constexpr int kUncapped = kPart == BackwardPart::kKeysValues ? 96 : 128;
-  static constexpr int kBlockColumns = kHasSoftcap ? 64 : kUncapped;
+template <bool kHasSoftcap>
+struct BackwardTile<64, kHasSoftcap> {
+  static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
   // Two of rows, for which queries give up their third: the next tile's are there when this one
   // ends. Under a window tiles are short, unless many heads share their keys.
-  static constexpr int kRowStages = kPart == BackwardPart::kAll && !kHasSoftcap ? 2 : 1;
-  static constexpr int kXStages = kRowStages == 2 ? 2 : 3;
-  static constexpr int kYStages = kPart == BackwardPart::kAll ? 2 : 3;
+  static constexpr int kRowStages = kHasSoftcap ? 1 : 2, kXStages = kHasSoftcap ? 3 : 2;
+  static constexpr int kYStages = 2;
 };
-template <bool kHasSoftcap, BackwardPart kPart>
-struct BackwardTile<128, kHasSoftcap, kPart> {
-  // Alone, dQ leaves registers for wider blocks.
-  static constexpr bool kIsWide = kPart == BackwardPart::kQueries;
-  static constexpr int kDimParts = 1;
-  static constexpr int kUncapped = kIsWide ? 128 : kPart == BackwardPart::kAll ? 80 : 64;
-  static constexpr int kBlockColumns = !kHasSoftcap ? kUncapped : kIsWide ? 96 : 48;
-  static constexpr int kRowStages = 1, kXStages = kBlockColumns > 64 ? 2 : 3, kYStages = 2;
+template <bool kHasSoftcap>
+struct BackwardTile<128, kHasSoftcap> {
+  static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 48 : 80;
+  static constexpr int kRowStages = 1, kXStages = kHasSoftcap ? 3 : 2, kYStages = 2;
 };
-template <bool kHasSoftcap, BackwardPart kPart>
-struct BackwardTile<256, kHasSoftcap, kPart> {
+template <bool kHasSoftcap>
+struct BackwardTile<256, kHasSoftcap> {
   static constexpr int kDimParts = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
   static constexpr int kRowStages = 1, kXStages = 2, kYStages = 2;
 };
 
-template <int kHeadDim_, typename Element_, bool kHasSoftcap_, BackwardPart kPart,
-          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_, kPart>>
+template <int kHeadDim_, typename Element_, bool kHasSoftcap_,
+          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_>>
 struct BackwardConfig : Tile_ {
   using Element = Element_;
   using Tile = Tile_;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
-  static constexpr bool kByKeys = kPart != BackwardPart::kQueries;
-  static constexpr bool kHasDq = kPart == BackwardPart::kAll;
   static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
   static constexpr bool kIsBiasAlone = false, kAreSlopesAlone = false, kHasAnyTerms = false;
   static constexpr int kZeroShare = 0;
-  // The kernel that prepares gives -lse in units of scores, not of exponents of 2; and where rows
-  // are keys, the product for scores starts there instead of at 0.
-  static constexpr bool kStartIsScore = !kHasDq && !kHasSoftcap;
-  static constexpr bool kStartsScores = kStartIsScore && kByKeys;
-  // Warpgroups take turns at their products. It is worth it where these are short.
-  static constexpr bool kTakesTurns = !kHasDq && !kHasSoftcap && kHeadDim == 64;
   // Two bursts of products a block: scores and dP, then dV, dQ and dK. With a cap it was not tried,
   // and beyond 128 dims dQ takes two products.
-  static constexpr bool kInTwoBursts = kHasDq && !kHasSoftcap && kHeadDim <= 128;
+  static constexpr bool kInTwoBursts = !kHasSoftcap && kHeadDim <= 128;
   // In the second burst, dQ is that of the block before: warpgroups may be out of step.
   static constexpr bool kDqIsLate = kInTwoBursts;
-  // Statistics are read before the wait for scores, and probabilities are kept unrounded, where
-  // there are registers for them.
-  static constexpr bool kReadAhead = kByKeys && !kStartsScores && Tile::kBlockColumns <= 64;
+  // Statistics are read before the wait for scores, where there are registers for them.
+  static constexpr bool kReadAhead = Tile::kBlockColumns <= 64;
   // Whether dK must be done before the next scores are issued: blocks of 80 queries fitted the
   // registers only so. Of the kernels with 128 dims, those with a cap still have this loop.
   static constexpr bool kWaitsForDx = kHeadDim == 128;
-  static constexpr bool kKeepsProbabilities =
-      kInTwoBursts || (!kHasDq && (!kByKeys || Tile::kBlockColumns <= 64));
+  static constexpr bool kKeepsProbabilities = kInTwoBursts;  // Unrounded.
   static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers / Tile::kDimParts;
   // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
   // queries.
@@ -159,9 +138,8 @@ struct BackwardConfig : Tile_ {
   static constexpr int kDsStages = 2;
   static constexpr bool kStoresDs = false;  // A warp of its own stores dS.
   // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
-  static constexpr bool kRowYInRegisters = kHasDq && !kHasSoftcap && kHeadDim == 64;
-  static constexpr bool kNeedsMost =
-      kByKeys && (kHeadDim == 128 || kTakesTurns || kRowYInRegisters);
+  static constexpr bool kRowYInRegisters = !kHasSoftcap && kHeadDim == 64;
+  static constexpr bool kNeedsMost = kHeadDim == 128 || kRowYInRegisters;
   // What setmaxnreg leaves and gives: three warpgroups begin with 168 each.
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;

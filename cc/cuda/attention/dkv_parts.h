@@ -14,9 +14,11 @@
 namespace jax_magi::cuda {
 
 // The number, a divisor of the group, with which the call should end first. `tile_list` is that of
-// a mask that is known, in words; an empty one stands for a mask that is full or causal.
+// a mask that is known, in words; an empty one stands for a mask that is full or causal. With dq in
+// order there are several parts, unless there is plenty of work: tiles of documents wait less for
+// each other if they are shorter.
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list);
+                const std::vector<int32_t>& tile_list, bool deterministic);
 
 }  // namespace jax_magi::cuda
 

@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kThreads)
 Status MakeDqOrder(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                    const TileList* list, const DqSteps& steps, const DqOrder& order,
                    cudaStream_t stream) {
+  if (order.num_units == 0) return {};  // There are no queries.
   const CutArgs args(shape, tiling, slices);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
       LaunchEarly(DqOrderKernel, CeilDiv(args.num_lists * order.num_units, kThreads), kThreads, 0,

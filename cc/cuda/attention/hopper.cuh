@@ -249,14 +249,14 @@ __device__ __forceinline__ void FenceAsyncProxy() {
 
 // --- Counters that blocks of threads share ---
 
-// What others wrote before they added is there, too.
-__device__ __forceinline__ int32_t LoadAcquired(const int32_t* counter) {
+// In L2, where they are for all. They order nothing else.
+__device__ __forceinline__ int32_t LoadCounter(const int32_t* counter) {
   int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-__device__ __forceinline__ void AddReleased(int32_t* counter, int32_t x) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
+__device__ __forceinline__ void AddToCounter(int32_t* counter, int32_t x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
 
 // --- Named barriers ---

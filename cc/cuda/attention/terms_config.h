@@ -36,47 +36,42 @@ struct ForwardTermsConfig
   static constexpr int kBiasStages = kKStages;
 };
 
-// The bias takes no shared memory of its own where dS has some.
-template <int kHeadDim, BackwardPart kPart, Terms kTerms>
+// The bias takes no shared memory of its own: it lies where dS will be.
+template <int kHeadDim, Terms kTerms>
 struct BackwardTermsTile {
   static constexpr int kDimParts = 1;
   static constexpr int kBlockColumns = 64;
   static constexpr int kRowStages = 1, kXStages = 3, kYStages = 2;
 };
 // Blocks of slopes alone are as wide as without terms.
-template <int kHeadDim, BackwardPart kPart>
-struct BackwardTermsTile<kHeadDim, kPart, Terms::kSlopes>
-    : BackwardTile<kHeadDim, /*kHasSoftcap=*/false, kPart> {};
+template <int kHeadDim>
+struct BackwardTermsTile<kHeadDim, Terms::kSlopes> : BackwardTile<kHeadDim, /*kHasSoftcap=*/false> {
+};
 
-template <int kHeadDim_, typename Element_, BackwardPart kPart, Terms kTerms = Terms::kAny>
-struct BackwardTermsConfig : BackwardConfig<kHeadDim_, Element_, /*kHasSoftcap=*/false, kPart,
-                                            BackwardTermsTile<kHeadDim_, kPart, kTerms>> {
+template <int kHeadDim_, typename Element_, Terms kTerms = Terms::kAny>
+struct BackwardTermsConfig : BackwardConfig<kHeadDim_, Element_, /*kHasSoftcap=*/false,
+                                            BackwardTermsTile<kHeadDim_, kTerms>> {
   static constexpr bool kHasTerms = true;
   static constexpr bool kIsBiasAlone = kTerms == Terms::kBias;
   static constexpr bool kAreSlopesAlone = kTerms == Terms::kSlopes;
   static constexpr bool kHasAnyTerms = kTerms == Terms::kAny;
-  static constexpr bool kStartIsScore = false, kStartsScores = false, kTakesTurns = false;
   // The warp that stores dS takes part in the consumers' barrier where dQ is not late.
   static constexpr bool kDqIsLate = !kHasAnyTerms;
   // A late dQ keeps dS one block longer: the bias needs another place. They are those of queries.
   static constexpr int kDsStages = kIsBiasAlone ? 3 : 2;
-  static_assert(kDsStages == 2 ||
-                    kDsStages == BackwardTermsTile<kHeadDim_, kPart, kTerms>::kXStages,
+  static_assert(kDsStages == 2 || kDsStages == BackwardTermsTile<kHeadDim_, kTerms>::kXStages,
                 "dS is where queries are");
   // One of so many blocks of threads writes zeros for hidden pairs before it works on others. When
   // there is no work left, all write what is left of them.
   static constexpr int kZeroShare = kIsBiasAlone ? 20 : 0;
-  static constexpr bool kStoresDs = kPart == BackwardPart::kAll && !kAreSlopesAlone;
+  static constexpr bool kStoresDs = !kAreSlopesAlone;
   static constexpr bool kReadAhead = false;  // There are no registers for it.
   // With 64 dims, consumers can spare what the producer needs for the bias.
-  static constexpr bool kNeedsMost =
-      (kHeadDim_ == 128 || kAreSlopesAlone) && kPart != BackwardPart::kQueries;
+  static constexpr bool kNeedsMost = kHeadDim_ == 128 || kAreSlopesAlone;
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
   // Threads that wait for dS: all consumers, and the warp that stores it.
   static constexpr int kDsThreads = 2 * kWarpgroup + 32 * kStoresDs;
-  // Where rows are queries there is no dS in shared memory, and the bias comes with the values.
-  static constexpr bool kHasBiasStages = kPart == BackwardPart::kQueries;
 };
 
 }  // namespace jax_magi::cuda

@@ -92,8 +92,8 @@ JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int nu
   return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
 }
 
-// Each lets the next kernel on the stream start at once, which must wait for it with
-// griddepcontrol.wait.
+// Each lets the next kernel on the stream start when the one before it has ended. It must wait for
+// this one with griddepcontrol.wait.
 
 // Makes a list, of TileListBytes.
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,

@@ -1,0 +1,159 @@
+"""Gradients that are the same in every run: dq is added to in a fixed order, on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_magi
+from jax_magi import AttentionMask
+from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.call import native_call
+from tests.arrays import assert_same_bits, normals
+
+pytestmark = pytest.mark.gpu
+
+_LENGTH = 2504
+# Tiles of the same number of blocks, and of others; of one slice, and of many, also out of order.
+_MASKS = {
+  "full": AttentionMask.full(_LENGTH),
+  "causal": AttentionMask.causal(_LENGTH),
+  "window": AttentionMask.sliding_window(_LENGTH, left=511),
+  "documents": AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, _LENGTH], causal=True),
+  "many_documents": AttentionMask.from_cu_seqlens(np.arange(0, _LENGTH + 1, 4)),
+  "block_causal": AttentionMask.block_causal(256, _LENGTH),
+  # Blocks of the last two lie in one tile, and half of one is half of the other.
+  "half_apart": AttentionMask.from_ranges(
+    [[0, 512], [8, 136], [72, 200]],
+    [[0, 128], [128, 168], [168, 256]],
+    q_len=_LENGTH,
+    k_len=_LENGTH,
+  ),
+  "out_of_order": AttentionMask.from_ranges(
+    [[1203, 2504], [0, 100], [100, 1203], [3, 90]],
+    [[100, 1700], [0, 1999], [0, 900], [2000, 2001]],
+    [0, 1, 3, 0],
+    k_len=_LENGTH,
+  ),
+}
+
+
+def _gradients(mask, is_known, **options):
+  """A function of q, k, v and dout."""
+
+  def run(q, k, v, dout, mask):
+    def fun(q, k, v):
+      return jax_magi.attention(
+        q, k, v, mask, deterministic=True, implementation="cuda", **options
+      )[0]
+
+    return jax.vjp(fun, q, k, v)[1](dout)
+
+  if is_known:
+    return jax.jit(functools.partial(run, mask=mask))
+  return functools.partial(jax.jit(run), mask=jax.device_put(mask))
+
+
+def _operands(num_q_heads, num_kv_heads, head_dim):
+  heads = (num_q_heads, num_kv_heads, num_kv_heads, num_q_heads)
+  shapes = [(_LENGTH, num_heads, head_dim) for num_heads in heads]
+  return [jnp.asarray(x) for x in normals(*shapes, dtype=jnp.bfloat16)]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("name", _MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_runs_are_equal_bit_for_bit(head_dim, name, is_known):
+  """Whichever blocks of threads work, and however many: with few, nobody waits for others."""
+  operands = _operands(6, 2, head_dim)
+  first = _gradients(_MASKS[name], is_known)(*operands)
+  for sm_margin in (0, 1, 64, 120, 131):
+    run = _gradients(_MASKS[name], is_known, sm_margin=sm_margin)
+    for _ in range(4):
+      assert_same_bits(run(*operands), first)
+
+
+@pytest.mark.parametrize("name", ["causal", "many_documents"])
+@pytest.mark.parametrize("heads", [(1, 1), (24, 1), (16, 16)])
+def test_other_heads(heads, name):
+  """With one head the table of visits may have few units."""
+  operands = _operands(*heads, 64)
+  first = _gradients(_MASKS[name], True)(*operands)
+  for sm_margin in (0, 100, 131):
+    assert_same_bits(_gradients(_MASKS[name], True, sm_margin=sm_margin)(*operands), first)
+
+
+def test_softcap():
+  operands = _operands(6, 2, 128)
+  first = _gradients(_MASKS["documents"], False, softcap=5.0)(*operands)
+  run = _gradients(_MASKS["documents"], False, softcap=5.0, sm_margin=100)
+  for _ in range(4):
+    assert_same_bits(run(*operands), first)
+
+
+def test_batch_with_a_mask_for_each_row():
+  """Each row is what it is alone, bit for bit."""
+  names = ("documents", "block_causal", "out_of_order")
+  operands = [jnp.stack([x, x * 2, -x]) for x in _operands(4, 4, 64)]
+  num_slices = max(_MASKS[name].slices.shape[0] for name in names)
+  slices = np.zeros((3, num_slices, 6), np.int32)
+  for row, name in zip(slices, names, strict=True):
+    row[: _MASKS[name].slices.shape[0]] = _MASKS[name].slices
+
+  @jax.jit
+  @jax.vmap
+  def run(q, k, v, dout, slices):
+    mask = AttentionMask(slices, _LENGTH, _LENGTH)
+    return _gradients(mask, False)(q, k, v, dout)
+
+  first = run(*operands, slices)
+  for _ in range(5):
+    assert_same_bits(run(*operands, slices), first)
+  for i in range(3):
+    mask = AttentionMask(slices[i], _LENGTH, _LENGTH)
+    assert_same_bits(tuple(x[i] for x in first), _gradients(mask, False)(*(x[i] for x in operands)))
+
+
+@pytest.mark.parametrize("num_documents", [5, 300, 1500])
+def test_the_device_makes_the_same_list_every_time(num_documents):
+  """Sorted by number of blocks, tiles of as many in their order; by few threads and by many."""
+  length = 12000
+  mask = AttentionMask.from_cu_seqlens(np.linspace(0, length, num_documents + 1, dtype=np.int32))
+  needs = HOPPER.module.attention_needs(
+    q_shape=(1, length, 2, 64),
+    k_shape=(1, length, 2, 64),
+    value_dim=64,
+    slices_shape=(1, *mask.slices.shape),
+    dtype="bfloat16",
+    has_softcap=False,
+    is_backward=True,
+    deterministic=True,
+    static_slices=None,
+  )
+
+  @jax.jit
+  def make(slices):
+    return native_call(
+      "jax_magi_attention_tile_list",
+      (slices,),
+      [((needs.tile_list_words,), np.int32)],
+      q_len=np.int32(length),
+      k_len=np.int32(length),
+      tile_stamp=np.int32(needs.tile_stamp),
+    )[0]
+
+  slices = jnp.asarray(mask.slices)[None]
+  words = np.asarray(make(slices)).reshape(-1, 8)
+  tiles = words[1 : 1 + words[0, 0]]
+  _, begin, num_rows, num_blocks, _, _, index, _ = tiles.T
+  np.testing.assert_array_equal(index, np.arange(len(tiles)))
+  most = 1023 if len(words) > 2 * 128 else 127  # More blocks than that are not told apart.
+  key = np.minimum(num_blocks, most)
+  assert ((key[:-1] > key[1:]) | ((key[:-1] == key[1:]) & (begin[:-1] < begin[1:]))).all()
+  order = np.argsort(begin)
+  np.testing.assert_array_equal(begin[order][1:], (begin + num_rows)[order][:-1])
+  for _ in range(20):
+    again = np.asarray(make(slices)).reshape(-1, 8)
+    np.testing.assert_array_equal(again[1 : 1 + words[0, 0]], tiles)
