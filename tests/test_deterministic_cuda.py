@@ -94,7 +94,7 @@ def test_softcap():
 
 
 def test_batch_with_a_mask_for_each_row():
-  """Each row is what it is alone, bit for bit."""
+  """Tiles of all rows are in one list."""
   names = ("documents", "block_causal", "out_of_order")
   operands = [jnp.stack([x, x * 2, -x]) for x in _operands(4, 4, 64)]
   num_slices = max(_MASKS[name].slices.shape[0] for name in names)
@@ -113,7 +113,10 @@ def test_batch_with_a_mask_for_each_row():
     assert_same_bits(run(*operands, slices), first)
   for i in range(3):
     mask = AttentionMask(slices[i], _LENGTH, _LENGTH)
-    assert_same_bits(tuple(x[i] for x in first), _gradients(mask, False)(*(x[i] for x in operands)))
+    alone = _gradients(mask, False)(*(x[i] for x in operands))
+    for x, y in zip(first, alone, strict=True):
+      x, y = np.asarray(x[i], np.float32), np.asarray(y, np.float32)
+      np.testing.assert_allclose(x, y, rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.parametrize("num_documents", [5, 300, 1500])

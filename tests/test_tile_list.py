@@ -212,20 +212,6 @@ def test_lists_in_the_workspace_are_aligned(deterministic):
     assert needs.workspace_bytes % 32 == 0
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_deterministic_gradients_have_several_parts(is_known):
-  """Unless there is plenty of work, or but one query head to a kv head."""
-  changes = {} if is_known else {"static_slices": None}
-
-  def num_parts(length, **options):
-    mask = AttentionMask.causal(length)
-    return _needs(mask, is_backward=True, deterministic=True, **options, **changes).num_dkv_parts
-
-  assert num_parts(8192, group=6, num_kv_heads=8) == 2
-  assert num_parts(65536, group=6, num_kv_heads=8) == 1
-  assert num_parts(1024, group=1) == 1
-
-
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_room_for_a_list_that_the_device_makes(is_backward):
   """It may cut at both ends of each slice, has a head of one tile's size, and a list to sort."""

@@ -197,8 +197,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     if (HasLongTiles(needs.tile_list, call.is_backward)) needs.tile_stamp += kLongTilesStamp;
   }
   if (call.is_backward) {
-    needs.num_dkv_parts =
-        NumDkvParts(call.shape, layout.tiling, needs.tile_list, call.deterministic);
+    needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);

@@ -341,7 +341,8 @@ struct DqAdder {
     if (!IsOrdered(params) && lane > 0) return;  // One thread is enough.
     for (uint32_t phase = 0;; phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
-      DqTarget target = shared.dq_target[warpgroup][phase];
+      const DqTarget& said = shared.dq_target[warpgroup][phase];
+      DqTarget target = IsOrdered(params) ? LoadByWarp(said) : said;
       if (target.head < 0) break;
       target.query += DqFirstQuery<Config>(warpgroup);
       const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);

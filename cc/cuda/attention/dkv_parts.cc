@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <queue>
 
 namespace jax_magi::cuda {
@@ -36,7 +35,7 @@ double Makespan(const std::vector<int>& blocks_of_tiles, int64_t num_copies, int
 }  // namespace
 
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list, bool deterministic) {
+                const std::vector<int32_t>& tile_list) {
   if (shape.num_kv_heads == 0 || shape.group() <= 1) return 1;
   // Number of blocks of each tile, the heaviest first; one list for each mask that it may be.
   std::vector<std::vector<int>> masks;
@@ -63,15 +62,15 @@ int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
                                shape.num_kv_heads * (shape.head_dim + shape.value_dim);
   const int group = static_cast<int>(shape.group());
   int best = 1;
-  double best_cost = std::numeric_limits<double>::infinity();
-  for (int parts = deterministic ? 2 : 1; parts <= group; ++parts) {
+  double best_cost = 0.0;
+  for (int parts = 1; parts <= group; ++parts) {
     if (group % parts != 0) continue;
     double cost = 0.0;
     for (const auto& mask : masks) {
       cost += Makespan(mask, num_copies * parts, group / parts);
       if (parts > 1) cost += kSumCost + parts * bytes_of_part / kBytesOfBlockTime;
     }
-    if (cost < best_cost) {
+    if (parts == 1 || cost < best_cost) {
       best = parts;
       best_cost = cost;
     }

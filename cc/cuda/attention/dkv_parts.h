@@ -14,11 +14,9 @@
 namespace jax_magi::cuda {
 
 // The number, a divisor of the group, with which the call should end first. `tile_list` is that of
-// a mask that is known, in words; an empty one stands for a mask that is full or causal. With dq in
-// order there are several parts, unless there is plenty of work: tiles of documents wait less for
-// each other if they are shorter.
+// a mask that is known, in words; an empty one stands for a mask that is full or causal.
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list, bool deterministic);
+                const std::vector<int32_t>& tile_list);
 
 }  // namespace jax_magi::cuda
 
