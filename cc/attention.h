@@ -126,9 +126,9 @@ struct AttentionNeeds {
   bool is_dq_summed = false;
   // dbias is a sum in memory: float32.
   bool is_dbias_summed = false;
-  // What kernels derive from a mask that is known; none where they do it in each call.
+  // What kernels derive from a mask that is known; empty where they need nothing.
   std::vector<int32_t> tile_list;
-  // Of such a list that an operation of the device makes, where the mask is not known; 0: none.
+  // Of a list that an operation of the device makes, where the mask is not known; 0: none.
   int64_t tile_list_words = 0;
   // An estimate of the time that the list takes, to choose between lists of the same pairs.
   int64_t tile_cost = 0;

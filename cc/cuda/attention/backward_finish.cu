@@ -137,7 +137,7 @@ cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const Dkv
                           args.dv,
                           dk_size,
                           dv_size};
-  // dq is of the same type, if it is made here.
+  // dq is of the same type.
   const auto kernel = args.dkv_dtype == DType::kF32    ? FinishBackwardKernel<float>
                       : args.dkv_dtype == DType::kBF16 ? FinishBackwardKernel<cutlass::bfloat16_t>
                                                        : FinishBackwardKernel<cutlass::half_t>;

@@ -12,7 +12,7 @@ namespace jax_magi::cuda {
 // two as DqSumPlace says.
 struct DqSum {
   float* data;
-  int num_panels;  // Of 64 dims; 0: dq is not summed.
+  int num_panels;  // Of 64 dims.
 };
 
 // Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries /
@@ -47,7 +47,6 @@ inline int PaddedQueries(int64_t q_len) {
 }
 
 inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
-  if (num_panels == 0) return 0;
   const int64_t num_rows = shape.batch * shape.num_q_heads * num_panels * DqSumRows(shape.q_len);
   return num_rows * 64 * sizeof(float);
 }

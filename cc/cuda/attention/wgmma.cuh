@@ -79,8 +79,8 @@ __device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, flo
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// What becomes of a product: the result, or it is added to it or subtracted from it.
-enum class Product { kIsResult, kIsAdded, kIsSubtracted };
+// What becomes of a product: the result, or it is subtracted from it.
+enum class Product { kIsResult, kIsSubtracted };
 
 // scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
 // `keys_bytes` are the sizes of their panels.
