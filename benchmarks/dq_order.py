@@ -1,0 +1,111 @@
+"""What a fixed order of the additions to dq costs, by a simulation: no GPU is needed.
+
+python -m benchmarks.dq_order [--lengths LENGTH ...] [--queries-in-turn NUM] [--num-parts NUM]
+
+Multiprocessors take tiles of keys in the order of the list. A block of queries takes each the same
+time, and its dq is added when all tiles before this one have added to the same queries. Memory is
+never slow, and all heads are worked on at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.masks import MASKS
+from jax_magi._src.masks.slices import grouped_by_keys
+from jax_magi._src.native.backends import HOPPER
+
+_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK, _NUM_SMS = 48, 8, 128, 80, 132
+_UNIT = 8  # Blocks of queries begin at multiples of it.
+# Microseconds, from rates and latencies on an H200.
+_BLOCK_TIME, _TILE_TIME = 2.9, 2.0
+_READ_TIME = 0.6  # Until dq has left shared memory, and the next one may be written there.
+_ADD_TIME, _SEE_TIME = 1.5, 0.7  # Until it is in memory and counted; until others see that.
+
+
+def _blocks(slices: np.ndarray, tile: np.ndarray) -> list[list[int]]:
+  """First queries of the tile's blocks, for each slice from right to left."""
+  _, begin, num_rows, _, first, last = (int(x) for x in tile[:6])
+  result = []
+  for q_begin, q_end, k_begin, k_end, lo, hi in slices[first:last].tolist():
+    low, high = max(begin, k_begin), min(begin + num_rows, k_end)
+    query, end = max(q_begin, low - hi), min(q_end, high - lo)
+    if low < high and query < end:
+      end += -end % _UNIT
+      result.append([max(x - _BLOCK, 0) for x in range(end, query, -_BLOCK)])
+  return result
+
+
+def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tuple[int, int]]:
+  """Heads and blocks in the order in which a tile meets them."""
+  if len(blocks) > 1:
+    yield from ((head, x) for head in heads for of_slice in blocks for x in of_slice)
+    return
+  for of_slice in blocks:
+    for i in range(0, len(of_slice), per_turn):
+      yield from ((head, x) for head in heads for x in of_slice[i : i + per_turn])
+
+
+def simulate(name: str, length: int, *, ordered: bool, in_turn: int, num_parts: int) -> float:
+  """Microseconds of a backward pass of 48/8 heads of 128."""
+  slices = grouped_by_keys(np.asarray(MASKS[name](length).slices))
+  needs = HOPPER.module.attention_needs(
+    q_shape=(1, length, _HEADS, _HEAD_DIM),
+    k_shape=(1, length, _KV_HEADS, _HEAD_DIM),
+    value_dim=_HEAD_DIM,
+    slices_shape=(1, *slices.shape),
+    dtype="bfloat16",
+    has_softcap=False,
+    is_backward=True,
+    deterministic=ordered,
+    static_slices=slices.tobytes(),
+  )
+  tiles = np.frombuffer(needs.tile_list, np.int32).reshape(-1, 8)[1:]
+  num_packs, per_pack = _KV_HEADS * num_parts, _HEADS // (_KV_HEADS * num_parts)
+  done: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((length + _BLOCK) // _UNIT + 1))
+  free_at = [0.0] * _NUM_SMS
+  for tile in tiles:
+    blocks = _blocks(slices, tile)
+    for pack in range(num_packs):
+      time = added = heapq.heappop(free_at) + _TILE_TIME
+      heads = range(pack * per_pack, (pack + 1) * per_pack)
+      for head, query in _visits(blocks, heads, in_turn // _BLOCK):
+        time = added = max(time + _BLOCK_TIME, added + _READ_TIME)
+        if ordered:
+          units = done[head][query // _UNIT : (query + _BLOCK) // _UNIT]
+          added = max(time, units.max() + _SEE_TIME)
+          units[:] = added + _ADD_TIME
+      heapq.heappush(free_at, max(time, added))
+  return max(free_at)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
+  parser.add_argument("--queries-in-turn", type=int, default=640, help="of each head")
+  parser.add_argument("--num-parts", type=int, default=1, help="of dk and dv; a divisor of 6")
+  options = parser.parse_args()
+  if HOPPER.module is None:
+    raise SystemExit("this build of jax_magi has no CUDA kernels, which make the lists of tiles")
+  for length in options.lengths:
+    for name in MASKS:
+      any_order = simulate(name, length, ordered=False, in_turn=2048, num_parts=1)
+      in_order = simulate(
+        name,
+        length,
+        ordered=True,
+        in_turn=options.queries_in_turn,
+        num_parts=options.num_parts,
+      )
+      print(f"{length:6} {name:20} {100 * (in_order / any_order - 1):+5.1f}%", flush=True)
+
+
+if __name__ == "__main__":
+  main()
