@@ -14,13 +14,18 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.attention_gpu import MODELS
 from benchmarks.masks import MASKS
 from jax_magi._src.masks.slices import grouped_by_keys
+from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import HOPPER
 
-_HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK, _NUM_SMS = 48, 8, 128, 80, 132
+_HEAD_DIM, _HEADS, _KV_HEADS = MODELS[0]
+_BLOCK, _NUM_SMS = 80, 132
 _UNIT = 8  # Blocks of queries begin at multiples of it.
 # Microseconds, from rates and latencies on an H200.
 _BLOCK_TIME, _TILE_TIME = 2.9, 2.0
@@ -54,18 +59,13 @@ def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tu
 def simulate(name: str, length: int, *, ordered: bool, in_turn: int, num_parts: int) -> float:
   """Microseconds of a backward pass of 48/8 heads of 128."""
   slices = grouped_by_keys(np.asarray(MASKS[name](length).slices))
-  needs = HOPPER.module.attention_needs(
-    q_shape=(1, length, _HEADS, _HEAD_DIM),
-    k_shape=(1, length, _KV_HEADS, _HEAD_DIM),
-    value_dim=_HEAD_DIM,
-    slices_shape=(1, *slices.shape),
-    dtype="bfloat16",
-    has_softcap=False,
-    is_backward=True,
-    deterministic=ordered,
-    static_slices=slices.tobytes(),
+  q, k = (
+    jax.ShapeDtypeStruct((1, length, heads, _HEAD_DIM), jnp.bfloat16)
+    for heads in (_HEADS, _KV_HEADS)
   )
-  tiles = np.frombuffer(needs.tile_list, np.int32).reshape(-1, 8)[1:]
+  options = {"softcap": 0.0, "is_backward": True, "deterministic": ordered}
+  _, plan = native.plan_tiles(HOPPER, q, k, k, [slices], **options)
+  tiles = np.frombuffer(plan.tile_list, np.int32).reshape(-1, 8)[1:]
   num_packs, per_pack = _KV_HEADS * num_parts, _HEADS // (_KV_HEADS * num_parts)
   done: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((length + _BLOCK) // _UNIT + 1))
   free_at = [0.0] * _NUM_SMS

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import jax_magi
 from jax_magi import AttentionMask
-from jax_magi._src.native.backends import HOPPER
 from jax_magi._src.native.call import native_call
 from tests.accuracy import DTYPES, Inputs, check_attention, check_results, make_inputs
 from tests.arrays import normals
 from tests.cases import CASES
+from tests.needs import hopper_needs
 from tests.test_random_masks import masks
 
 pytestmark = pytest.mark.gpu
@@ -305,18 +305,8 @@ def test_layers_share_the_list_of_a_traced_mask(is_scan):
 def test_tile_list_of_another_tiling_is_refused(change, match):
   """A program may outlive the build that made its list."""
   q, k, v = _arrays((1, 200, 4, 64), (1, 200, 2, 64), (1, 200, 2, 64))
-  slices = np.asarray(AttentionMask.causal(200).slices)
-  needs = HOPPER.module.attention_needs(
-    q_shape=q.shape,
-    k_shape=k.shape,
-    value_dim=64,
-    slices_shape=(1, *slices.shape),
-    dtype="bfloat16",
-    has_softcap=False,
-    is_backward=False,
-    deterministic=False,
-    static_slices=slices.tobytes(),
-  )
+  mask = AttentionMask.causal(200)
+  needs = hopper_needs(mask, is_backward=False, group=2, head_dim=64)
 
   @jax.jit
   def call(q, k, v):
@@ -325,7 +315,7 @@ def test_tile_list_of_another_tiling_is_refused(change, match):
     terms = jnp.zeros((0, 0, 0, 0), np.float32), jnp.zeros((0, 0), np.float32)
     return native_call(
       "jax_magi_attention_forward",
-      (q, k, v, slices[None], sink, *terms, tile_list),
+      (q, k, v, mask.slices[None], sink, *terms, tile_list),
       [
         (q.shape, q.dtype),
         (q.shape[:3], np.float32),
@@ -339,7 +329,7 @@ def test_tile_list_of_another_tiling_is_refused(change, match):
     )
 
   if match is None:
-    expected = jax_magi.attention(q[0], k[0], v[0], AttentionMask.causal(200))[0]
+    expected = jax_magi.attention(q[0], k[0], v[0], mask)[0]
     np.testing.assert_array_equal(call(q, k, v)[0][0], expected)
   else:
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):

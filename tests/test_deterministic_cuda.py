@@ -9,9 +9,9 @@ import pytest
 
 import jax_magi
 from jax_magi import AttentionMask
-from jax_magi._src.native.backends import HOPPER
-from jax_magi._src.native.call import native_call
+from jax_magi._src.native.attention import list_tiles
 from tests.arrays import assert_same_bits, normals
+from tests.needs import hopper_needs
 
 pytestmark = pytest.mark.gpu
 
@@ -124,28 +124,12 @@ def test_the_device_makes_the_same_list_every_time(num_documents):
   """Sorted by number of blocks, tiles of as many in their order; by few threads and by many."""
   length = 12000
   mask = AttentionMask.from_cu_seqlens(np.linspace(0, length, num_documents + 1, dtype=np.int32))
-  needs = HOPPER.module.attention_needs(
-    q_shape=(1, length, 2, 64),
-    k_shape=(1, length, 2, 64),
-    value_dim=64,
-    slices_shape=(1, *mask.slices.shape),
-    dtype="bfloat16",
-    has_softcap=False,
-    is_backward=True,
-    deterministic=True,
-    static_slices=None,
-  )
+  options = {"is_backward": True, "group": 1, "head_dim": 64, "deterministic": True}
+  needs = hopper_needs(mask, static_slices=None, **options)
 
   @jax.jit
   def make(slices):
-    return native_call(
-      "jax_magi_attention_tile_list",
-      (slices,),
-      [((needs.tile_list_words,), np.int32)],
-      q_len=np.int32(length),
-      k_len=np.int32(length),
-      tile_stamp=np.int32(needs.tile_stamp),
-    )[0]
+    return list_tiles(np.zeros(0, np.int32), slices, needs, length, length)
 
   slices = jnp.asarray(mask.slices)[None]
   words = np.asarray(make(slices)).reshape(-1, 8)

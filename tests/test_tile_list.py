@@ -9,6 +9,7 @@ import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native.backends import HOPPER
+from tests.needs import hopper_needs
 
 if HOPPER.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
@@ -26,24 +27,8 @@ MASKS = {
 }
 
 
-def _needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2, **changes):
-  slices = np.asarray(mask.slices)
-  call = {
-    "q_shape": (batch, mask.q_len, num_kv_heads * group, head_dim),
-    "k_shape": (batch, mask.k_len, num_kv_heads, head_dim),
-    "value_dim": head_dim,
-    "slices_shape": (1, *slices.shape),
-    "dtype": "bfloat16",
-    "has_softcap": False,
-    "is_backward": is_backward,
-    "deterministic": False,
-    "static_slices": slices.tobytes(),
-  }
-  return HOPPER.module.attention_needs(**(call | changes))
-
-
 def _tiles(mask, **call):
-  words = np.frombuffer(_needs(mask, **call).tile_list, np.int32).reshape(-1, 8)
+  words = np.frombuffer(hopper_needs(mask, **call).tile_list, np.int32).reshape(-1, 8)
   assert words[0, 0] == len(words) - 1
   batch, begin, num_rows, num_blocks = words[1:, :4].T
   assert (batch == 0).all()
@@ -116,7 +101,7 @@ def test_tiles_are_cut_where_documents_begin():
 @pytest.mark.parametrize("q_len", [1, 5, 32, 33, 64, 65, 1000])
 def test_few_queries_share_a_tile_with_other_heads(q_len, group):
   """A tile has 128 rows, and holds as many query heads as fit, but no more than a kv head has."""
-  needs = _needs(AttentionMask.causal(q_len, 1000), is_backward=False, group=group)
+  needs = hopper_needs(AttentionMask.causal(q_len, 1000), is_backward=False, group=group)
   num_rows = needs.tile_stamp >> 10 & 1023  # Of one head.
   pack = 128 // num_rows
   assert pack in (1, 2, 4, 8, 16, 32, 64, 128) and pack * num_rows == 128
@@ -131,7 +116,7 @@ def test_stamps_tell_tilings_apart():
     for head_dim in (64, 128, 256)
     for has_softcap in (False, True)
   ]
-  stamps = [_needs(AttentionMask.causal(8192), **call).tile_stamp for call in calls]
+  stamps = [hopper_needs(AttentionMask.causal(8192), **call).tile_stamp for call in calls]
   assert 0 not in stamps and set(stamps[:6]).isdisjoint(stamps[6:])
   # Head dims 64 and 128 have tiles of 192 and 128 rows.
   assert stamps[0] != stamps[2]
@@ -140,8 +125,8 @@ def test_stamps_tell_tilings_apart():
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_stamps_tell_aligned_keys(is_backward):
   mask = AttentionMask.causal(8192)
-  stamp = _needs(mask, is_backward=is_backward, **_with_bias(mask)).tile_stamp
-  assert stamp & 512 and not _needs(mask, is_backward=is_backward).tile_stamp & 512
+  stamp = hopper_needs(mask, is_backward=is_backward, **_with_bias(mask)).tile_stamp
+  assert stamp & 512 and not hopper_needs(mask, is_backward=is_backward).tile_stamp & 512
 
 
 @pytest.mark.parametrize(
@@ -158,9 +143,9 @@ def test_stamps_tell_aligned_keys(is_backward):
 )
 def test_stamps_tell_long_tiles(mask, is_long):
   """Those for which the forward kernel runs in clusters."""
-  stamp = _needs(mask, is_backward=False).tile_stamp
+  stamp = hopper_needs(mask, is_backward=False).tile_stamp
   assert stamp >> 24 == is_long
-  assert _needs(mask, is_backward=False, static_slices=None).tile_stamp == stamp % 2**24
+  assert hopper_needs(mask, is_backward=False, static_slices=None).tile_stamp == stamp % 2**24
 
 
 @pytest.mark.parametrize(
@@ -176,7 +161,7 @@ def test_stamps_tell_long_tiles(mask, is_long):
 )
 def test_stamps_tell_long_tiles_of_keys(mask, is_long):
   """Those for which few heads are worked on at once, where dq is added to in order."""
-  stamp = _needs(mask, is_backward=True, deterministic=True).tile_stamp
+  stamp = hopper_needs(mask, is_backward=True, deterministic=True).tile_stamp
   assert stamp >> 24 == is_long
 
 
@@ -186,7 +171,7 @@ def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
   """48 query heads in 8 groups: a part has whole heads, and there is work for all."""
   mask = AttentionMask.causal(length) if name == "causal" else AttentionMask.full(length)
   changes = {"static_slices": None} if name == "unknown" else {}
-  needs = _needs(mask, is_backward=True, group=6, num_kv_heads=8, **changes)
+  needs = hopper_needs(mask, is_backward=True, group=6, num_kv_heads=8, **changes)
   parts, num_tiles = needs.num_dkv_parts, 8 * (length // 128)
   assert 6 % parts == 0
   if name == "full":  # Waves of equal work: no other number ends much earlier.
@@ -199,8 +184,8 @@ def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
 
 def test_parts_depend_on_the_mask():
   options = {"is_backward": True, "group": 6, "num_kv_heads": 8}
-  assert _needs(AttentionMask.full(2048), **options).num_dkv_parts == 1
-  assert _needs(AttentionMask.causal(2048), **options).num_dkv_parts in (2, 3)
+  assert hopper_needs(AttentionMask.full(2048), **options).num_dkv_parts == 1
+  assert hopper_needs(AttentionMask.causal(2048), **options).num_dkv_parts in (2, 3)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -208,7 +193,7 @@ def test_lists_in_the_workspace_are_aligned(deterministic):
   """Statistics of queries lie before them, an odd number of words here."""
   options = {"is_backward": True, "group": 1, "num_kv_heads": 1, "deterministic": deterministic}
   for changes in ({}, {"static_slices": None}):
-    needs = _needs(AttentionMask.causal(129, 131), **options, **changes)
+    needs = hopper_needs(AttentionMask.causal(129, 131), **options, **changes)
     assert needs.workspace_bytes % 32 == 0
 
 
@@ -216,7 +201,7 @@ def test_lists_in_the_workspace_are_aligned(deterministic):
 def test_room_for_a_list_that_the_device_makes(is_backward):
   """It may cut at both ends of each slice, has a head of one tile's size, and a list to sort."""
   mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000])
-  needs = _needs(mask, is_backward=is_backward, static_slices=None)
+  needs = hopper_needs(mask, is_backward=is_backward, static_slices=None)
   most_rows = (needs.tile_stamp >> 10) & 1023
   assert needs.tile_list_words == 8 * (1 + 2 * (-(-3000 // most_rows) + 2 * mask.slices.shape[0]))
 
@@ -269,7 +254,9 @@ def test_tiles_are_cut_where_it_pays():
   """Blocks of 256 queries fill 4/3 tiles of 192, which is in vain if each is cut."""
   mask = AttentionMask.block_causal(256, 8192)
   grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), 8192, 8192)
-  costs = [_needs(m, is_backward=False, head_dim=64, group=1).tile_cost for m in (mask, grouped)]
+  costs = [
+    hopper_needs(m, is_backward=False, head_dim=64, group=1).tile_cost for m in (mask, grouped)
+  ]
   assert costs[1] < 0.75 * costs[0]
   _, _, num_blocks = _tiles(grouped, is_backward=False, head_dim=64, group=1)
   assert num_blocks.sum() * 192 * 128 < 1.05 * mask.area()
@@ -295,4 +282,4 @@ def test_tiles_of_random_documents_cover_every_row(seed, head_dim, group):
 
 def test_slices_of_another_length_are_refused():
   with pytest.raises(ValueError, match="one slice list"):
-    _needs(AttentionMask.causal(8), is_backward=False, static_slices=b"1234")
+    hopper_needs(AttentionMask.causal(8), is_backward=False, static_slices=b"1234")

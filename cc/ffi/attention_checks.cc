@@ -60,6 +60,13 @@ ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
 
 }  // namespace
 
+ffi::Error CheckSlices(const char* context, ffi::AnyBuffer slices) {
+  const auto dims = slices.dimensions();
+  if (dims.size() != 3) return Invalid(context, "slices", "must have 3 dimensions");
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"slices", slices}, {dims[0], dims[1], 6}));
+  return CheckDType(context, {"slices", slices}, {ffi::S32});
+}
+
 ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer k,
                            ffi::AnyBuffer v, ffi::AnyBuffer slices, AttentionShape* shape,
                            DType* dtype) {
@@ -68,9 +75,7 @@ ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer
       return Invalid(context, named.name, "must have 4 dimensions");
     }
   }
-  if (slices.dimensions().size() != 3) {
-    return Invalid(context, "slices", "must have 3 dimensions");
-  }
+  JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
   const auto q_dims = q.dimensions(), k_dims = k.dimensions();
   *shape = {/*batch=*/q_dims[0],
             /*q_len=*/q_dims[1],
@@ -85,7 +90,6 @@ ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"q", q}, {ffi::F32, ffi::BF16, ffi::F16}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"k", k}, {q.element_type()}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"v", v}, {q.element_type()}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"slices", slices}, {ffi::S32}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDims(
       context, {"k", k}, {shape->batch, shape->k_len, shape->num_kv_heads, shape->head_dim}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDims(

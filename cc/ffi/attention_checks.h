@@ -19,6 +19,9 @@ xla::ffi::Error DecodeForward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla:
                               xla::ffi::AnyBuffer max_logits, float softmax_scale, float softcap,
                               ForwardArgs* args);
 
+// Whether they are lists of slices, however many.
+xla::ffi::Error CheckSlices(const char* context, xla::ffi::AnyBuffer slices);
+
 // Fills `shape` from q, k, v and slices, and `dtype` from q.
 xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k,
                                 xla::ffi::AnyBuffer v, xla::ffi::AnyBuffer slices,

@@ -141,10 +141,7 @@ ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
                         ffi::Result<ffi::AnyBuffer> tile_list, int32_t q_len, int32_t k_len,
                         int32_t tile_stamp) {
   const char* context = "jax_magi attention tile list";
-  const auto dims = slices.dimensions();
-  if (dims.size() != 3) return Invalid(context, "slices", "must have 3 dimensions");
-  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"slices", slices}, {dims[0], dims[1], 6}));
-  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"slices", slices}, {ffi::S32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
   JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"tile_list", *tile_list}}));
   if (q_len < 0 || q_len >= kUnbounded) return Invalid(context, "q_len", "is out of range");
   if (k_len < 0 || k_len >= kUnbounded) return Invalid(context, "k_len", "is out of range");
@@ -155,10 +152,10 @@ ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
     return Invalid(context, "tile_stamp", "has tiles without rows or columns");
   }
   AttentionShape shape{};
-  shape.batch = dims[0];
+  shape.batch = slices.dimensions()[0];
   shape.q_len = q_len;
   shape.k_len = k_len;
-  shape.num_slices = dims[1];
+  shape.num_slices = slices.dimensions()[1];
   if (shape.batch == 0) return ffi::Error::Success();
   if (static_cast<int64_t>(tile_list->size_bytes()) < cuda::TileListBytes(shape, tiling)) {
     return Invalid(context, "tile_list", "is too small");

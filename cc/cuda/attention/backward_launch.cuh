@@ -39,15 +39,14 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   const int num_packs = num_kv_heads * num_parts;
   const int64_t num_tiles =
       std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
-  const bool is_ordered = order.done != nullptr;
-  const int64_t most_work = !is_ordered              ? kWorkPerSection
+  const int64_t most_work = !order.is_fixed()        ? kWorkPerSection
                             : options.has_long_tiles ? kWorkPerSectionInOrder
                                                      : std::numeric_limits<int64_t>::max();
   int64_t heads_per_section =
       std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
   while (num_kv_heads % heads_per_section) --heads_per_section;
   auto* counter = static_cast<WorkCounter*>(options.workspace);
-  if (is_ordered) {
+  if (order.is_fixed()) {
     constexpr DqSteps kSteps{Config::kBlockColumns, Config::kDqQueries};
     JAX_MAGI_RETURN_IF_BAD(
         MakeDqOrder(shape, kTiling, args.slices, options.tile_list, kSteps, order, options.stream));
@@ -78,7 +77,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   params.num_kv_heads = num_kv_heads;
   params.packs_per_kv_head = num_parts;
   params.heads_per_pack = params.group / num_parts;
-  const int per_head = is_ordered ? kColumnsPerHeadInOrder : kColumnsPerHead;
+  const int per_head = order.is_fixed() ? kColumnsPerHeadInOrder : kColumnsPerHead;
   params.columns_per_head = per_head / Config::kBlockColumns * Config::kBlockColumns;
   params.head_dim = static_cast<int>(shape.head_dim);
   params.value_dim = static_cast<int>(shape.value_dim);

@@ -110,10 +110,6 @@ enum NamedBarrier {
 };
 constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;
 
-__device__ __forceinline__ bool IsOrdered(const BackwardParams& params) {
-  return params.dq_order.done != nullptr;
-}
-
 // One warp.
 template <typename Config>
 struct BackwardProducer {
@@ -146,7 +142,7 @@ struct BackwardProducer {
   // Blocks of threads whose first work is their own number. Where work is ordered there are none:
   // whoever has not come up yet must not have any that others wait for.
   __device__ __forceinline__ uint32_t NumAssigned() const {
-    if (IsOrdered(params)) return 0;
+    if (params.dq_order.is_fixed()) return 0;
     if constexpr (Config::kZeroShare > 0) return shared.num_workers;
     return gridDim.x;
   }
@@ -338,11 +334,11 @@ struct DqAdder {
   int warpgroup, lane;
 
   __device__ __forceinline__ void Run() {
-    if (!IsOrdered(params) && lane > 0) return;  // One thread is enough.
+    if (!params.dq_order.is_fixed() && lane > 0) return;  // One thread is enough.
     for (uint32_t phase = 0;; phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
       const DqTarget& said = shared.dq_target[warpgroup][phase];
-      DqTarget target = IsOrdered(params) ? LoadByWarp(said) : said;
+      DqTarget target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
       if (target.head < 0) break;
       target.query += DqFirstQuery<Config>(warpgroup);
       const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
@@ -350,7 +346,7 @@ struct DqAdder {
           (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
           DqPanel<Config>(warpgroup, Config::kDqSteps == 1 ? 0 : phase);
       int32_t* done = nullptr;  // Of this lane's unit.
-      if (IsOrdered(params)) done = WaitForTurn(target, panel, num_queries);
+      if (params.dq_order.is_fixed()) done = WaitForTurn(target, panel, num_queries);
       if (lane == 0) {
         if (num_queries > 0) {
           ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * 64,
@@ -361,7 +357,7 @@ struct DqAdder {
         WaitReduceRead();
         Arrive(&shared.dq_empty[warpgroup]);
       }
-      if (IsOrdered(params)) {
+      if (params.dq_order.is_fixed()) {
         // No fences: the addition is done in L2 when its thread has waited for it, and the next one
         // is not asked for before the counter was read from there.
         if (lane == 0) WaitReduce();

@@ -27,6 +27,7 @@ struct DqOrder {
   int32_t* done;
   int num_units, log2_queries;  // The latter of a unit.
 
+  JAX_MAGI_INLINE bool is_fixed() const { return done != nullptr; }
   JAX_MAGI_INLINE int UnitOf(int query) const { return query >> log2_queries; }
 };
 

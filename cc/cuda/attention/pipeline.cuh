@@ -171,18 +171,15 @@ __device__ __forceinline__ bool IsClean(const Slice& slice, Range rows, int begi
 }
 
 // Calls walk(slice, columns) for each slice that touches the tile, by its index, with the columns
-// that some row sees; their end is a multiple of kPositionAlignment, if that is asked for. Lanes
-// look at 32 slices at once.
+// that some row sees (TouchedColumns). Lanes look at 32 slices at once.
 template <bool kByKeys, bool kAlignsEnd, typename Walk>
 __device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Tile& tile, int lane,
                                              Walk walk) {
   for (int first = tile.slice_begin; first < tile.slice_end; first += 32) {
     Range touched{0, 0};
     if (first + lane < tile.slice_end) {
-      const Slice slice = LoadTileSlice<kByKeys>(params, tile, first + lane);
-      const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
-      if (rows.begin < rows.end) touched = TouchedKeys(slice, rows);
-      if (kAlignsEnd && touched.begin < touched.end) touched.end = AlignPosition(touched.end);
+      touched =
+          TouchedColumns(LoadTileSlice<kByKeys>(params, tile, first + lane), tile, kAlignsEnd);
     }
     for (unsigned hits = __ballot_sync(~0u, touched.begin < touched.end); hits; hits &= hits - 1) {
       const int owner = __ffs(hits) - 1;

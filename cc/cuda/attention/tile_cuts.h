@@ -81,16 +81,11 @@ JAX_MAGI_INLINE bool IsCutKept(int previous, int row) {
   return row - previous >= kShortestSegment;
 }
 
-// Columns that rows of the tile see by slice `s`, up to where blocks of them may end.
+// The same, of slice `s` of the tile's list.
 JAX_MAGI_INLINE Range TouchedColumns(const CutArgs& args, const Tile& tile, int s) {
   const Slice slice =
       LoadSlice(args.list(tile.batch), s, args.num_rows, args.num_columns, args.by_keys);
-  const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
-  if (rows.begin >= rows.end) return {0, 0};
-  Range columns = TouchedKeys(slice, rows);
-  if (columns.begin >= columns.end) return {0, 0};
-  if (args.aligns_columns) columns.end = AlignPosition(columns.end);
-  return columns;
+  return TouchedColumns(slice, tile, args.aligns_columns);
 }
 
 // Tile `i` of the list, which lies in `segment`: its rows, its slices, and the blocks they need.

@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include "cc/attention.h"
+#include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/status.h"
 
 namespace jax_magi::cuda {
@@ -90,6 +91,16 @@ inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling) 
 JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
                                 bool by_keys) {
   return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
+}
+
+// Columns that rows of the tile see by a slice, up to where blocks of them may end: a multiple of
+// kPositionAlignment, if that is asked for.
+JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool aligns_end) {
+  const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
+  Range columns{0, 0};
+  if (rows.begin < rows.end) columns = TouchedKeys(slice, rows);
+  if (aligns_end && columns.begin < columns.end) columns.end = AlignPosition(columns.end);
+  return columns;
 }
 
 // Each lets the next kernel on the stream start when the one before it has ended. It must wait for

@@ -139,7 +139,7 @@ def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
   )
 
 
-def _list_tiles(tile_list, slices, needs: Any, q_len: int, k_len: int):
+def list_tiles(tile_list, slices, needs: Any, q_len: int, k_len: int):
   """The list, or the device's own of a mask that is not known before the program runs.
 
   No barriers here: to XLA, calls with the same slices are one. (In a loop over layers there is one
@@ -194,7 +194,7 @@ def forward(
     bias=bias,
     alibi_slopes=alibi_slopes,
   )
-  tile_list = _list_tiles(tile_list, slices, needs, q_len, k.shape[1])
+  tile_list = list_tiles(tile_list, slices, needs, q_len, k.shape[1])
   out, lse, max_logits, _ = call_on_whole_arrays(
     _FORWARD,
     (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list),
@@ -255,7 +255,7 @@ def backward(
     alibi_slopes=alibi_slopes,
     wants=wants,
   )
-  tile_list = _list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
+  tile_list = list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
   nothing = (0,), np.float32
   dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
   dq, dk, dv, dbias, dslopes, _ = call_on_whole_arrays(
