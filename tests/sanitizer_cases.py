@@ -122,6 +122,11 @@ def _cases():
       f"attention-{dims[0]}-{dims[1]}-alone",
       functools.partial(_attention, dims, AttentionMask.causal(300, 400), False, sm_margin=131),
     )
+    if dims in [(64, 64), (128, 128)]:  # Two blocks of threads that share tiles of keys.
+      yield (
+        f"attention-{dims[0]}-{dims[1]}-clusters",
+        functools.partial(_attention, dims, AttentionMask.full(6200, 512), False),
+      )
   yield "attention-batch", _batch
   yield from _bias_cases()
   for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.

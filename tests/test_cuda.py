@@ -98,6 +98,53 @@ def test_long_tiles(group):
   check_attention(inputs, mask, "cuda", is_mask_known=True)
 
 
+@pytest.mark.parametrize(
+  ("dtype", "head_dim", "group", "sm_margin"),
+  [
+    ("bf16", 64, 1, 0),
+    ("bf16", 64, 2, 130),
+    ("bf16", 128, 3, 0),
+    ("bf16", 128, 1, 130),
+    ("f16", 128, 2, 0),
+    ("f16", 40, 1, 0),
+  ],
+)
+def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
+  """The same, for which the backward kernel runs in clusters.
+
+  A tile of few keys leaves one of two blocks of threads without any, and one has no queries.
+  """
+  slices = [(0, 12001, 0, 768, -(2**30), 0), (100, 150, 768, 868, -(2**30), 700)]
+  mask = AttentionMask(np.array(slices, np.int32), 12001, 1100)
+  assert _is_for_clusters(mask, head_dim)
+  shape = (mask.q_len, mask.k_len, group, 1, head_dim, head_dim)
+  inputs = make_inputs(np.random.default_rng(group), DTYPES[dtype], *shape, 0)
+  check_attention(inputs, mask, "cuda", is_mask_known=True, sm_margin=sm_margin)
+
+
+def test_batch_with_long_tiles_of_keys():
+  """A list of tiles for all rows of it, and parts of dk and dv."""
+  mask = AttentionMask.full(3900, 512)
+  assert _is_for_clusters(mask, 128)
+  q, k, v, dout = _arrays((3, 3900, 6, 128), (3, 512, 2, 128), (3, 512, 2, 128), (3, 3900, 6, 128))
+
+  def gradients(mask, q, k, v, dout):
+    fun = functools.partial(jax_magi.attention, mask=mask, implementation="cuda")
+    return jax.vjp(lambda *x: fun(*x)[0], q, k, v)[1](dout)
+
+  together = jax.jit(jax.vmap(functools.partial(gradients, mask)))(q, k, v, dout)
+  traced = jax.jit(gradients)
+  for row in range(3):
+    alone = traced(mask, *(x[row] for x in (q, k, v, dout)))
+    for one, other in zip(together, alone, strict=True):
+      one, other = (np.asarray(x, np.float32) for x in (one[row], other))
+      assert np.linalg.norm(one - other) < 1e-3 * np.linalg.norm(other)
+
+
+def _is_for_clusters(mask, head_dim):
+  return hopper_needs(mask, is_backward=True, head_dim=head_dim).tile_stamp >> 10 & 1023 == 256
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_one_block_of_threads_for_all_tiles(head_dim, has_alibi):

@@ -165,6 +165,44 @@ def test_stamps_tell_long_tiles_of_keys(mask, is_long):
   assert stamp >> 24 == is_long
 
 
+@pytest.mark.parametrize(
+  ("head_dim", "mask", "is_in_clusters"),
+  [
+    (128, AttentionMask.full(4096), True),
+    (128, AttentionMask.causal(8192), True),
+    (128, AttentionMask.full(2048), False),
+    (128, AttentionMask.causal(4096), False),
+    (128, AttentionMask.sliding_window(16384, left=1023), False),
+    (128, AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
+    (128, AttentionMask.from_cu_seqlens(np.arange(0, 6) * 4900), False),
+    (128, AttentionMask.from_cu_seqlens(np.arange(0, 6) * 5120), True),
+    (64, AttentionMask.full(8192), True),
+    (64, AttentionMask.causal(16384), True),
+    (64, AttentionMask.causal(8192), False),
+    (256, AttentionMask.full(8192), False),
+  ],
+)
+def test_backward_runs_in_clusters_where_tiles_are_long(head_dim, mask, is_in_clusters):
+  """And where tiles of 256 keys meet few blocks that half of them does not see."""
+
+  def most_rows(**changes):
+    needs = hopper_needs(mask, is_backward=True, head_dim=head_dim, **changes)
+    return needs.tile_stamp >> 10 & 1023
+
+  usual = 64 if head_dim == 256 else 128
+  assert most_rows() == (256 if is_in_clusters else usual)
+  assert most_rows(deterministic=True) == most_rows(static_slices=None) == usual
+  assert most_rows(has_softcap=True) == usual
+  if is_in_clusters:
+    begin, num_rows, num_blocks = _tiles(mask, is_backward=True, head_dim=head_dim)
+    assert num_rows.max() == 256 and num_rows.sum() == mask.k_len
+    columns = 128 if head_dim == 64 else 80
+    dense_rows = [mask.crop(0, mask.q_len, b, b + n) for b, n in zip(begin, num_rows, strict=True)]
+    for tile, blocks in zip(dense_rows[:4], num_blocks, strict=False):
+      seen = tile.to_dense().any(axis=1).sum()
+      assert seen <= blocks * columns < seen + 2 * columns
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "unknown"])
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 65536])
 def test_parts_of_dk_and_dv_fill_the_gpu(length, name):

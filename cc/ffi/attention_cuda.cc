@@ -37,10 +37,12 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
   if (call.shape.head_dim % 8 || call.shape.value_dim % 8) {
     return ffi::Error::InvalidArgument(context + ": head dims must be multiples of 8 on CUDA");
   }
+  const int32_t stamp = tile_stamp & ~cuda::kLongTilesStamp;
+  const bool in_clusters =
+      layout.cluster_tiling.num_rows > 0 && stamp == layout.cluster_tiling.stamp();
   // The launch says so where no kernel was built.
   if (layout.tiling.num_rows > 0) {
-    JAX_MAGI_RETURN_IF_ERROR(
-        CheckStamp(context, tile_stamp & ~cuda::kLongTilesStamp, layout.tiling.stamp()));
+    if (!in_clusters) JAX_MAGI_RETURN_IF_ERROR(CheckStamp(context, stamp, layout.tiling.stamp()));
     if (tile_list.size_bytes() < sizeof(cuda::TileList)) {
       return Invalid(context.c_str(), "tile_list", "is missing");
     }
@@ -49,7 +51,10 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
   *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
-              (tile_stamp & cuda::kLongTilesStamp) != 0, workspace.untyped_data(), sm_margin,
+              (tile_stamp & cuda::kLongTilesStamp) != 0,
+              in_clusters,
+              workspace.untyped_data(),
+              sm_margin,
               stream};
   return ffi::Error::Success();
 }

@@ -176,8 +176,13 @@ CallLayout LayoutOf(const AttentionCall& call) {
   }
   const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
   if (entry == nullptr) return {};
-  const Tiling tiling = entry->tiling(call.has_softcap);
-  return {tiling, BackwardBytes(call, tiling, entry->head_dim)};
+  const Tiling tiling = entry->tiling(call.has_softcap, /*in_clusters=*/false);
+  CallLayout layout{tiling, BackwardBytes(call, tiling, entry->head_dim)};
+  if (!call.deterministic) {
+    const Tiling cluster_tiling = entry->tiling(call.has_softcap, /*in_clusters=*/true);
+    if (cluster_tiling.num_rows > tiling.num_rows) layout.cluster_tiling = cluster_tiling;
+  }
+  return layout;
 }
 
 std::vector<std::string> ForwardVariants() { return NamesOf(kForward); }
@@ -190,14 +195,23 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   needs.workspace_bytes = layout.workspace_bytes;
   needs.tile_stamp = layout.tiling.stamp();
   needs.tile_list_words = TileListBytes(call.shape, layout.tiling) / sizeof(int32_t);
+  int cluster_size = 1;
   if (slices != nullptr) {
     TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
+    if (layout.cluster_tiling.num_rows > 0) {
+      TilePlan other = PlanTiles(call.shape, layout.cluster_tiling, slices);
+      if (IsBetterInClusters(plan.tile_list, other.tile_list)) {
+        plan = std::move(other);
+        needs.tile_stamp = layout.cluster_tiling.stamp();
+        cluster_size = layout.cluster_tiling.num_rows / layout.tiling.num_rows;
+      }
+    }
     needs.tile_list = std::move(plan.tile_list);
     needs.tile_cost = plan.cost;
     if (HasLongTiles(needs.tile_list, call.is_backward)) needs.tile_stamp += kLongTilesStamp;
   }
   if (call.is_backward) {
-    needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list);
+    needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);

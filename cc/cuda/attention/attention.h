@@ -17,8 +17,9 @@ namespace jax_magi::cuda {
 struct LaunchOptions {
   // On the device, as PlanTiles or MakeTileList made it for the call's tiling.
   const TileList* tile_list;
-  bool has_long_tiles;  // As its stamp says.
-  void* workspace;      // As many bytes as AttentionNeeds says.
+  // As its stamp says.
+  bool has_long_tiles, in_clusters;
+  void* workspace;  // As many bytes as AttentionNeeds says.
   int sm_margin;
   cudaStream_t stream;
 };
@@ -37,6 +38,8 @@ int NumPartsIn(const AttentionShape& shape, int64_t num_bytes);
 struct CallLayout {
   Tiling tiling{};
   int64_t workspace_bytes = 0;
+  Tiling
+      cluster_tiling{};  // By another list, made when the call is traced; zero where there is none.
 };
 CallLayout LayoutOf(const AttentionCall& call);
 
@@ -64,7 +67,8 @@ template <int kHeadDim, typename Element>
 struct BackwardVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);
-  static Tiling TilingOf(bool has_softcap);
+  // The same in clusters as without, where it never runs in any.
+  static Tiling TilingOf(bool has_softcap, bool in_clusters);
 };
 template <int kHeadDim, typename Element>
 struct BackwardTermsVariant {

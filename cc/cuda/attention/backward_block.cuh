@@ -16,7 +16,7 @@ namespace jax_magi::cuda {
 template <typename Config>
 struct BackwardBlock {
   using Element = typename Config::Element;
-  static constexpr int kColumns = Config::kBlockColumns;
+  static constexpr int kColumns = Config::kBlockColumns, kClusterSize = Config::kClusterSize;
   static constexpr uint32_t kRowPanel = Config::kBlockRows * 128;  // Bytes.
   static constexpr uint32_t kColumnPanel = kColumns * 128;
   // Columns of dx and dy that this warpgroup holds.
@@ -117,21 +117,22 @@ struct BackwardBlock {
     FenceRegisters(scores);
     FenceWgmma();
     MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, Product::kIsResult>(
-        RowDescriptor(RowX() + RowPart() * 64 * 64), kRowPanel,
-        RowDescriptor(shared.column_x[stage]), kColumnPanel, scores);
+        RowDescriptor<kClusterSize>(RowX() + RowPart() * 64 * 64), kRowPanel,
+        RowDescriptor<kClusterSize>(shared.column_x[stage]), kColumnPanel, scores);
     CommitWgmma();
   }
 
   __device__ __forceinline__ void IssueDp(int stage) {
     FenceRegisters(dp);
     FenceWgmma();
-    const uint64_t columns = RowDescriptor(shared.column_y[stage]);
+    const uint64_t columns = RowDescriptor<kClusterSize>(shared.column_y[stage]);
     if constexpr (Config::kRowYInRegisters) {
       MultiplyRegisterRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
           row_y, columns, kColumnPanel, dp);
     } else {
       MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
-          RowDescriptor(shared.row_y + RowPart() * 64 * 64), kRowPanel, columns, kColumnPanel, dp);
+          RowDescriptor<kClusterSize>(shared.row_y + RowPart() * 64 * 64), kRowPanel, columns,
+          kColumnPanel, dp);
     }
     CommitWgmma();
   }
@@ -140,7 +141,9 @@ struct BackwardBlock {
     FenceRegisters(dy);
     FenceWgmma();
     MultiplyProbabilitiesValues<Element, kColumns, kYDims>(
-        p, ColumnDescriptor(shared.column_y[stage] + DimPart() * kYDims * kColumns, kColumnPanel),
+        p,
+        ColumnDescriptor<kClusterSize>(shared.column_y[stage] + DimPart() * kYDims * kColumns,
+                                       kColumnPanel),
         dy);
     CommitWgmma();
   }
@@ -149,7 +152,9 @@ struct BackwardBlock {
     FenceRegisters(dx);
     FenceWgmma();
     MultiplyProbabilitiesValues<Element, kColumns, kXDims>(
-        ds, ColumnDescriptor(shared.column_x[stage] + DimPart() * kXDims * kColumns, kColumnPanel),
+        ds,
+        ColumnDescriptor<kClusterSize>(shared.column_x[stage] + DimPart() * kXDims * kColumns,
+                                       kColumnPanel),
         dx);
     CommitWgmma();
   }
@@ -159,9 +164,10 @@ struct BackwardBlock {
     FenceRegisters(dq);
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
-        ColumnDescriptor(RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows,
-                         kRowPanel),
-        RowDescriptor(source + DqFirstQuery<Config>(warpgroup) * 64), kColumnPanel, dq);
+        ColumnDescriptor<kClusterSize>(
+            RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows, kRowPanel),
+        RowDescriptor<kClusterSize>(source + DqFirstQuery<Config>(warpgroup) * 64), kColumnPanel,
+        dq);
     CommitWgmma();
   }
 

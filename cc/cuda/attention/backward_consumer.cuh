@@ -200,7 +200,7 @@ struct BackwardConsumer {
       block.IssueDq(Ds(dq_stage), 0);
       WaitWgmma<1>();
       FenceRegisters(block.dy);
-      ArriveByWarp(&shared.y_empty[y_stage], thread);
+      ArriveByWarpAtAll<Config::kClusterSize>(&shared.y_empty[y_stage], thread);
       block.IssueDx(x_stage);
       WaitWgmma<1>();
       FenceRegisters(block.dq);
@@ -213,7 +213,7 @@ struct BackwardConsumer {
       if constexpr (Config::kDqIsLate) SetDqTarget(x_stage, parity, 0);
       WaitWgmma<0>();
       FenceRegisters(block.dx);
-      Arrive(&shared.x_empty[x_stage]);
+      GiveBackX(x_stage);
       // The other warpgroup may now read this dS, and write over the one before.
       if constexpr (Config::kDqIsLate) ArriveByWarp(&shared.ds_full[ds_stage], thread);
       ++num_done;
@@ -274,6 +274,15 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ void WaitForY() {
     Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
+  }
+  // To the own producer by all threads, as all have read words of the stage; to that of the other
+  // block of threads of a cluster by one of each warp, as products have read what comes from there.
+  __device__ __forceinline__ void GiveBackX(int stage) {
+    Arrive(&shared.x_empty[stage]);
+    if constexpr (Config::kClusterSize > 1) {
+      __syncwarp();
+      if (thread % 32 == 0) ArriveUnorderedAt(&shared.x_empty[stage], ClusterRank() ^ 1);
+    }
   }
   __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
 

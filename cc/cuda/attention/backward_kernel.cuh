@@ -42,15 +42,22 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ char memory[];
   // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
-  auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared());
+  constexpr int kClusterSize = Config::kClusterSize;
+  auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared<kClusterSize>());
   const int thread = threadIdx.x;
-  if (thread == 0 && DynamicShared() != memory) __trap();
+  if (thread == 0 && DynamicShared<kClusterSize>() != memory) __trap();
+  // Else the compiler makes one question of both, and the consumers' loop begins elsewhere in a
+  // line of the instruction cache. In a cluster, it would take more instructions.
+  if constexpr (kClusterSize == 1) asm volatile("" ::: "memory");
   if (thread == 0) {
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitRing(shared.row_full, shared.row_empty, 1, kConsumers);
     InitBarrier(&shared.row_y_empty, kConsumers);
-    InitRing(shared.x_full, shared.x_empty, 1, kConsumers);
-    InitRing(shared.y_full, shared.y_empty, 1, kConsumers / 32);
+    // Columns are written by all of a cluster, and given back to all.
+    constexpr int kWarps = kConsumers / 32, kOtherWarps = (kClusterSize - 1) * kWarps;
+    InitRing(shared.x_full, shared.x_empty, 1, kConsumers + kOtherWarps);
+    InitRing(shared.y_full, shared.y_empty, 1, kWarps + kOtherWarps);
+    if constexpr (kClusterSize > 1) shared.work.Init();
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
     for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
     if constexpr (Config::kHasTerms) {
@@ -66,13 +73,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
     FenceBarrierInit();
   }
-  __syncthreads();
+  WaitForBarriers<Config>();
 
   if (thread < kWarpgroup) {
     GiveRegisters<Config::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, thread / 32, 0);
     if (warp == 0) {
       BackwardProducer<Config>{params, shared, thread % 32}.Run();
+      WaitForClusterToEnd<Config>();
     } else if (warp < 3) {
       DqAdder<Config>{params, shared, warp - 1, thread % 32}.Run();
     }
@@ -94,6 +102,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       }
     }
     consumer.Run();
+    WaitForClusterToEnd<Config>();
     if constexpr (Config::kZeroShare > 0) {
       if (shared.has_hidden) WriteZeros<Config>(params, shared);
     }

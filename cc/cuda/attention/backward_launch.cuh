@@ -14,7 +14,8 @@
 namespace jax_magi::cuda {
 
 template <typename Config>
-constexpr Tiling kBackwardTiling = {Config::kBlockRows, Config::kBlockColumns, /*by_keys=*/true,
+constexpr Tiling kBackwardTiling = {Config::kClusterSize * Config::kBlockRows,
+                                    Config::kBlockColumns, /*by_keys=*/true,
                                     /*aligns_keys=*/Config::kHasTerms};
 
 // About as much work at once as blocks of threads that run at once, and no more: they then read the
@@ -39,7 +40,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   const int num_packs = num_kv_heads * num_parts;
   const int64_t num_tiles =
       std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
-  const int64_t most_work = !order.is_fixed()        ? kWorkPerSection
+  const int64_t most_work = !order.is_fixed()        ? kWorkPerSection / Config::kClusterSize
                             : options.has_long_tiles ? kWorkPerSectionInOrder
                                                      : std::numeric_limits<int64_t>::max();
   int64_t heads_per_section =
@@ -59,7 +60,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   const void* q = args.q == nullptr ? args.k : args.q;
   const void* dout = args.dout == nullptr ? args.v : args.dout;
   const int64_t q_len = shape.q_len, k_len = shape.k_len, num_q_heads = shape.num_q_heads;
-  constexpr int kRows = Config::kBlockRows, kColumns = Config::kBlockColumns;
+  constexpr int kRows = Config::kBlockRows, kColumns = kBoxColumns<Config>;
   JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
       shape.batch,
       {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map},
@@ -104,7 +105,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
 
   constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
-  return LaunchPersistent<BackwardKernel<Config>>(
+  return LaunchPersistent<BackwardKernel<Config>, Config::kClusterSize>(
       params, Config::kNumThreads, kSharedBytes,
       MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
 }
@@ -152,14 +153,13 @@ inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& ti
   return buffers;
 }
 
-template <int kHeadDim, typename Element, bool kHasSoftcap>
+template <typename Config>
 Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministic,
                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  using Config = BackwardConfig<kHeadDim, Element, kHasSoftcap>;
   const auto [args, sum, order, num_zero_bytes, parts, statistics, rest] = SplitWorkspace(
-      call, kBackwardTiling<Config>, kHeadDim / 64, num_parts, deterministic, options);
+      call, kBackwardTiling<Config>, Config::kHeadDim / 64, num_parts, deterministic, options);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, sum, num_zero_bytes, statistics,
                                                 static_cast<WorkCounter*>(rest.workspace),
                                                 options.stream));
@@ -171,19 +171,32 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   return {};
 }
 
+// Calls use() with the configuration for the call. Without clusters it has one; with them, it may
+// have none.
+template <int kHeadDim, typename Element, typename Use>
+auto WithBackwardConfig(bool has_softcap, bool in_clusters, Use use) {
+  if (has_softcap) return use(BackwardConfig<kHeadDim, Element, true>());
+  if constexpr (kHeadDim <= 128) {
+    using Tile = BackwardTile<kHeadDim, false>;
+    if (in_clusters) return use(BackwardConfig<kHeadDim, Element, false, Tile, 2>());
+  }
+  return use(BackwardConfig<kHeadDim, Element, false>());
+}
+
 template <int kHeadDim, typename Element>
 Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int num_parts,
                                                   bool deterministic,
                                                   const LaunchOptions& options) {
-  const auto launch = args.params.softcap == 0.0f ? LaunchBackward<kHeadDim, Element, false>
-                                                  : LaunchBackward<kHeadDim, Element, true>;
-  return launch(args, num_parts, deterministic, options);
+  return WithBackwardConfig<kHeadDim, Element>(
+      args.params.softcap != 0.0f, options.in_clusters, [&](auto config) {
+        return LaunchBackward<decltype(config)>(args, num_parts, deterministic, options);
+      });
 }
 
 template <int kHeadDim, typename Element>
-Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap) {
-  return has_softcap ? kBackwardTiling<BackwardConfig<kHeadDim, Element, true>>
-                     : kBackwardTiling<BackwardConfig<kHeadDim, Element, false>>;
+Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
+  return WithBackwardConfig<kHeadDim, Element>(
+      has_softcap, in_clusters, [](auto config) { return kBackwardTiling<decltype(config)>; });
 }
 
 }  // namespace jax_magi::cuda

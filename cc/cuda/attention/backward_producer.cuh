@@ -67,8 +67,22 @@ __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
+// Of TMA's boxes.
 template <typename Config>
-struct BackwardShared : BackwardBias<Config, Config::kHasTerms> {
+constexpr int kBoxColumns =
+    Config::kHeadDim == 64 ? Config::kBlockColumns / Config::kClusterSize : Config::kBlockColumns;
+
+// What a block of threads has for its cluster, if it is in one.
+template <bool kIsInCluster>
+struct BackwardCluster {
+  ClusterWork work;
+};
+template <>
+struct BackwardCluster<false> {};
+
+template <typename Config>
+struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
+                        BackwardCluster<(Config::kClusterSize > 1)> {
   static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
   using Element = typename Config::Element;
   alignas(1024) Element row_x[Config::kRowStages][Config::kBlockRows * Config::kHeadDim];
@@ -113,12 +127,28 @@ constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;
 // One warp.
 template <typename Config>
 struct BackwardProducer {
+  static constexpr int kClusterSize = Config::kClusterSize;
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
   int lane;
   uint32_t num_loaded = 0;  // Blocks: the position in both rings.
 
   __device__ __forceinline__ void Run() {
+    if constexpr (kClusterSize > 1) {
+      ForEachWork(
+          params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
+          [&] { shared.work.Next(params.work, lane, shared.item); });
+    } else {
+      RunAlone();
+    }
+    const int stage = WaitForRowStage();
+    if (lane == 0) {
+      shared.tile[stage].num_blocks = -1;
+      Arrive(&shared.row_full[stage]);
+    }
+  }
+
+  __device__ __forceinline__ void RunAlone() {
     uint32_t first = blockIdx.x;
     if constexpr (Config::kZeroShare > 0) {
       if (first >= shared.num_workers) NamedSync(kZerosWritten, kZerosWrittenThreads);
@@ -132,10 +162,19 @@ struct BackwardProducer {
         [&] {
           if (lane == 0) shared.item.number = NextWork();
         });
-    const int stage = WaitForRowStage();
-    if (lane == 0) {
-      shared.tile[stage].num_blocks = -1;
-      Arrive(&shared.row_full[stage]);
+  }
+
+  // The rows of the tile that this block of threads has: all, or in a cluster, 128 of them. There
+  // may be none left; it then works in vain, for its part of the columns.
+  __device__ __forceinline__ decltype(auto) OwnRows() const {
+    if constexpr (kClusterSize == 1) {
+      return (shared.item.tile);
+    } else {
+      Tile own;
+      const Range rows = shared.item.tile.rows();
+      own.begin = rows.begin + static_cast<int>(ClusterRank()) * Config::kBlockRows;
+      own.num_rows = Max(Min(rows.end, own.begin + Config::kBlockRows), own.begin) - own.begin;
+      return own;
     }
   }
 
@@ -164,12 +203,13 @@ struct BackwardProducer {
       const Tile& tile = shared.item.tile;
       const int kv_head = shared.item.pack / params.packs_per_kv_head;
       const int pack_in_head = shared.item.pack % params.packs_per_kv_head;
+      const Tile& own = OwnRows();
       const uint32_t next = shared.item.num_done + 1;
       shared.tile[stage] = {tile.batch,
                             kv_head,
                             pack_in_head,
-                            tile.begin,
-                            tile.num_rows,
+                            own.begin,
+                            own.num_rows,
                             tile.num_blocks,
                             next / Config::kRowStages % 2};
       if (tile.num_blocks > 0) {
@@ -178,12 +218,12 @@ struct BackwardProducer {
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {
           LoadBox(&params.row_x_map, full, shared.row_x[stage] + d * Config::kBlockRows, d, kv_head,
-                  tile.begin, tile.batch);
+                  own.begin, tile.batch);
         }
 #pragma unroll
         for (int d = 0; d < Config::kValueDim; d += 64) {
           LoadBox(&params.row_y_map, full, shared.row_y + d * Config::kBlockRows, d, kv_head,
-                  tile.begin, tile.batch);
+                  own.begin, tile.batch);
         }
       } else {
         Arrive(&shared.row_full[stage]);
@@ -259,13 +299,14 @@ struct BackwardProducer {
       const Tile& tile = shared.item.tile;
       Slice slice = LoadTileSlice</*kByKeys=*/true>(params.work, tile, shared.item.slice);
       const bool is_last = --shared.item.remaining == 0;
-      const bool is_clean = tile.num_rows == Config::kBlockRows &&
+      const Tile& own = OwnRows();
+      const bool is_clean = own.num_rows == Config::kBlockRows &&
                             begin + Config::kBlockColumns == end &&
-                            IsClean(slice, tile.rows(), begin, Config::kBlockColumns);
+                            IsClean(slice, own.rows(), begin, Config::kBlockColumns);
       // The box of rows may reach into the next tile. Its rows are hidden here, and add nothing to
       // dQ.
-      slice.q_begin = Max(slice.q_begin, tile.begin);
-      slice.q_end = Min(slice.q_end, tile.rows().end);
+      slice.q_begin = Max(slice.q_begin, own.begin);
+      slice.q_end = Min(slice.q_end, own.rows().end);
       slice.k_end = Min(slice.k_end, end);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       shared.target[stage] = {shared.item.head, begin, tile.batch, tile.index};
@@ -275,12 +316,8 @@ struct BackwardProducer {
       LoadBulk(shared.statistics[stage],
                params.statistics + (int64_t{head} * params.padded_queries + begin) / 8, kStatistics,
                &shared.x_full[stage]);
-#pragma unroll
-      for (int d = 0; d < Config::kHeadDim; d += 64) {
-        LoadBox(&params.column_x_map, &shared.x_full[stage],
-                shared.column_x[stage] + d * Config::kBlockColumns, d, shared.item.head, begin,
-                tile.batch);
-      }
+      LoadColumns<Config::kHeadDim>(params.column_x_map, &shared.x_full[stage],
+                                    shared.column_x[stage], begin);
     }
   }
 
@@ -316,12 +353,27 @@ struct BackwardProducer {
     Wait(&shared.y_empty[stage], num_loaded / Config::kYStages % 2 ^ 1);
     if (lane == 0) {
       ArriveExpectBytes(&shared.y_full[stage], sizeof(shared.column_y[stage]));
+      LoadColumns<Config::kValueDim>(params.column_y_map, &shared.y_full[stage],
+                                     shared.column_y[stage], begin);
+    }
+  }
+
+  // One lane. In a cluster, each block of threads loads a part for all.
+  template <int kDim>
+  __device__ __forceinline__ void LoadColumns(const CUtensorMap& map, uint64_t* full,
+                                              typename Config::Element* dst, int begin) {
+    if constexpr (kClusterSize == 1) {
 #pragma unroll
-      for (int d = 0; d < Config::kValueDim; d += 64) {
-        LoadBox(&params.column_y_map, &shared.y_full[stage],
-                shared.column_y[stage] + d * Config::kBlockColumns, d, shared.item.head, begin,
+      for (int d = 0; d < kDim; d += 64) {
+        LoadBox(&map, full, dst + d * Config::kBlockColumns, d, shared.item.head, begin,
                 shared.item.tile.batch);
       }
+    } else {
+      const int part = static_cast<int>(ClusterRank());
+      const int d = kDim == 64 ? 0 : 64 * part, row = kDim == 64 ? part * kBoxColumns<Config> : 0;
+      LoadBoxForRanks(&map, full, dst + d * Config::kBlockColumns + row * 64,
+                      (1 << kClusterSize) - 1, d, shared.item.head, begin + row,
+                      shared.item.tile.batch);
     }
   }
 };

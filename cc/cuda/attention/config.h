@@ -107,10 +107,13 @@ struct BackwardTile<256, kHasSoftcap> {
 };
 
 template <int kHeadDim_, typename Element_, bool kHasSoftcap_,
-          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_>>
+          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_>, int kClusterSize_ = 1>
 struct BackwardConfig : Tile_ {
   using Element = Element_;
   using Tile = Tile_;
+  // Blocks of threads that work on neighbouring rows, a tile together, and load a part of the
+  // columns each, for all of them: a panel, or half of the only one.
+  static constexpr int kClusterSize = kClusterSize_;
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
@@ -151,6 +154,8 @@ struct BackwardConfig : Tile_ {
   static_assert(kSplitQueries || kDqSteps * kNumConsumers * 64 == kHeadDim,
                 "the steps of dQ's product cover all dims");
   static_assert(!kSplitQueries || kDqQueries % 8 == 0, "half a block of queries is wgmma's N");
+  static_assert(kClusterSize == 1 || (kInTwoBursts && kClusterSize == 2),
+                "each block of threads of a cluster loads a part");
   static_assert(kHeadDim % Tile::kDimParts == 0 && kNumConsumers % Tile::kDimParts == 0,
                 "warpgroups hold equal parts");
 };

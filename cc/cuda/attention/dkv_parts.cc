@@ -15,11 +15,12 @@ constexpr double kItemCost = 0.7;           // To load a tile of keys, and to st
 constexpr double kSumCost = 0.5;            // To sum parts at all: a longer last kernel.
 constexpr double kBytesOfBlockTime = 12e6;  // That memory moves meanwhile.
 
-// When the last multiprocessor is done, if each takes the heaviest work that is left. Each tile is
-// there `num_copies` times, for `heads_per_part` query heads.
-double Makespan(const std::vector<int>& blocks_of_tiles, int64_t num_copies, int heads_per_part) {
+// When the last of `num_workers` is done, if each takes the heaviest work that is left. Each tile
+// is there `num_copies` times, for `heads_per_part` query heads.
+double Makespan(int num_workers, const std::vector<int>& blocks_of_tiles, int64_t num_copies,
+                int heads_per_part) {
   std::priority_queue<double, std::vector<double>, std::greater<double>> free_at;
-  for (int i = 0; i < kNumSms; ++i) free_at.push(0.0);
+  for (int i = 0; i < num_workers; ++i) free_at.push(0.0);
   double last = 0.0;
   for (int num_blocks : blocks_of_tiles) {
     for (int64_t copy = 0; copy < num_copies; ++copy) {
@@ -35,7 +36,7 @@ double Makespan(const std::vector<int>& blocks_of_tiles, int64_t num_copies, int
 }  // namespace
 
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list) {
+                const std::vector<int32_t>& tile_list, int cluster_size) {
   if (shape.num_kv_heads == 0 || shape.group() <= 1) return 1;
   // Number of blocks of each tile, the heaviest first; one list for each mask that it may be.
   std::vector<std::vector<int>> masks;
@@ -54,9 +55,10 @@ int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
     masks = {full, causal};
   }
   const int64_t num_copies = shape.batch * shape.num_kv_heads;
-  // With this much work, all multiprocessors are busy until near the end.
-  constexpr int64_t kPlenty = 8 * kNumSms;
-  if (num_copies * static_cast<int64_t>(masks[0].size()) >= kPlenty) return 1;
+  const int num_workers = kNumSms / cluster_size;
+  // With this much work, all of them are busy until near the end.
+  constexpr int64_t kPlenty = 8;
+  if (num_copies * static_cast<int64_t>(masks[0].size()) >= kPlenty * num_workers) return 1;
 
   const double bytes_of_part = 2.0 * sizeof(float) * shape.batch * shape.k_len *
                                shape.num_kv_heads * (shape.head_dim + shape.value_dim);
@@ -67,7 +69,7 @@ int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
     if (group % parts != 0) continue;
     double cost = 0.0;
     for (const auto& mask : masks) {
-      cost += Makespan(mask, num_copies * parts, group / parts);
+      cost += Makespan(num_workers, mask, num_copies * parts, group / parts);
       if (parts > 1) cost += kSumCost + parts * bytes_of_part / kBytesOfBlockTime;
     }
     if (parts == 1 || cost < best_cost) {

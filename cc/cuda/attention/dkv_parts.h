@@ -14,9 +14,10 @@
 namespace jax_magi::cuda {
 
 // The number, a divisor of the group, with which the call should end first. `tile_list` is that of
-// a mask that is known, in words; an empty one stands for a mask that is full or causal.
+// a mask that is known, in words; an empty one stands for a mask that is full or causal. A cluster
+// of so many blocks of threads shares a tile.
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list);
+                const std::vector<int32_t>& tile_list, int cluster_size);
 
 }  // namespace jax_magi::cuda
 

@@ -320,13 +320,6 @@ struct Consumer {
   }
 };
 
-// Until no other block of threads needs this one's shared memory. In each role for itself: behind
-// both, it makes ptxas schedule the consumers' loop badly.
-template <typename Config>
-__device__ __forceinline__ void WaitForClusterToEnd() {
-  if constexpr (Config::kClusterSize > 1) ClusterSync();
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     ForwardKernel(const __grid_constant__ ForwardParamsOf<Config> params) {
@@ -347,15 +340,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       InitRing(shared.bias_full, shared.bias_empty, by_lanes ? 32 : 1,
                Config::kHasBiasBlocks ? kConsumers / 32 : kConsumers);
     }
-    InitBarrier(&shared.work_full, 1);
-    InitBarrier(&shared.work_empty, 1);
+    shared.work.Init();
     FenceBarrierInit();
   }
-  if constexpr (Config::kClusterSize == 1) {
-    __syncthreads();
-  } else {
-    ClusterSync();  // Others arrive at these barriers, too.
-  }
+  WaitForBarriers<Config>();
 
   if (thread < kWarpgroup) {
     GiveRegisters<Config::kProducerRegisters>();

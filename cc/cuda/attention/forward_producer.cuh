@@ -25,35 +25,12 @@ struct Producer {
     } else {
       ForEachWork(
           params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
-          [&] { NextWork(); });
+          [&] { shared.work.Next(params.work, lane, shared.item); });
     }
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
       shared.tile[TileSlot<Config>(q_ring)].num_blocks = -1;
       Arrive(&shared.q_full[q_ring.stage]);
-    }
-  }
-
-  // Sets the number of the cluster's next work. Its blocks of threads do the same in the same
-  // order, as they wait for each other's keys.
-  __device__ __forceinline__ void NextWork() {
-    const uint32_t phase = shared.item.num_done % 2;
-    __syncwarp();
-    // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
-    if (ClusterRank() == 0) {
-      WaitForCluster(&shared.work_empty, phase ^ 1);
-      if (lane == 0) {
-        shared.item.number =
-            gridDim.x / kClusterSize + atomicAdd(&params.work.counter->next_work, 1);
-        StoreAt(&shared.next_work, 1, shared.item.number);
-        ArriveAt(&shared.work_full, 1);
-      }
-    } else {
-      WaitForCluster(&shared.work_full, phase);
-      if (lane == 0) {
-        shared.item.number = *const_cast<const volatile uint32_t*>(&shared.next_work);
-        ArriveAt(&shared.work_empty, 0);
-      }
     }
   }
 

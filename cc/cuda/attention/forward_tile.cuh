@@ -98,14 +98,12 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];
   TileInfoOf<Config> tile[Config::kHasTerms ? 2 : kQStages];
-  WorkItem item;       // The producer's own.
-  uint32_t next_work;  // From the cluster's first block of threads to the others.
+  WorkItem item;  // The producer's own.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
-  // Of next_work: the cluster's first producer arrives, and the second waits; and the other way.
-  uint64_t work_full, work_empty;
+  ClusterWork work;
 };
 
 }  // namespace jax_magi::cuda

@@ -15,12 +15,6 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
 
 constexpr int kReservedBytes = 1024;  // Of a block's shared memory: the driver's.
 
-// The shared memory of a kernel that has no other than dynamic one. Such a kernel must check that
-// it is there.
-__device__ __forceinline__ void* DynamicShared() {
-  return __cvta_shared_to_generic(kReservedBytes);
-}
-
 // --- mbarrier ---
 
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier, int num_arrivals) {
@@ -80,6 +74,15 @@ __device__ __forceinline__ uint32_t ClusterRank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+// The shared memory of a kernel that has no other than dynamic one. Such a kernel must check that
+// it is there.
+template <int kClusterSize = 1>
+__device__ __forceinline__ void* DynamicShared() {
+  if constexpr (kClusterSize == 1) return __cvta_shared_to_generic(kReservedBytes);
+  // In a cluster, the addresses of a block of threads have its rank in bits 24 and up.
+  return __cvta_shared_to_generic(kReservedBytes | ClusterRank() << 24);
 }
 
 // Until all threads of the cluster that have not ended come here.

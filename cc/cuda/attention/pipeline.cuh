@@ -154,6 +154,56 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
   });
 }
 
+// The next work of a cluster of two, from its first block of threads to the second. Both do the
+// same in the same order, as they wait for each other's part of what they load.
+struct ClusterWork {
+  uint32_t next;
+  uint64_t full, empty;  // The first one's producer arrives, and the second's waits; and back.
+
+  __device__ __forceinline__ void Init() {
+    InitBarrier(&full, 1);
+    InitBarrier(&empty, 1);
+  }
+
+  // Sets the item's number. For one warp of each, after each work.
+  __device__ __forceinline__ void Next(const WorkParams& params, int lane, WorkItem& item) {
+    const uint32_t phase = item.num_done % 2;
+    __syncwarp();
+    // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
+    if (ClusterRank() == 0) {
+      WaitForCluster(&empty, phase ^ 1);
+      if (lane == 0) {
+        item.number = gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1);
+        StoreAt(&next, 1, item.number);
+        ArriveAt(&full, 1);
+      }
+    } else {
+      WaitForCluster(&full, phase);
+      if (lane == 0) {
+        item.number = *const_cast<const volatile uint32_t*>(&next);
+        ArriveAt(&empty, 0);
+      }
+    }
+  }
+};
+
+// Until no other block of threads needs this one's shared memory. In each role for itself: behind
+// both, it makes ptxas schedule the consumers' loop badly.
+template <typename Config>
+__device__ __forceinline__ void WaitForClusterToEnd() {
+  if constexpr (Config::kClusterSize > 1) ClusterSync();
+}
+
+// Until barriers are there: in a cluster, others arrive at them, too.
+template <typename Config>
+__device__ __forceinline__ void WaitForBarriers() {
+  if constexpr (Config::kClusterSize == 1) {
+    __syncthreads();
+  } else {
+    ClusterSync();
+  }
+}
+
 // Slice `i` of the tile's list.
 template <bool kByKeys>
 __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const Tile& tile, int i) {

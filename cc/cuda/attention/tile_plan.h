@@ -25,6 +25,12 @@ TilePlan PlanTiles(const AttentionShape& shape, const Tiling& tiling, const Slic
 // measure of its own: then few heads at once are better.
 bool HasLongTiles(const std::vector<int32_t>& tile_list, bool is_backward);
 
+// Whether the backward kernel should run in clusters, with this list of tiles that are twice as
+// long. Two blocks of threads then share one, and load half of the queries each, but both meet all
+// that either sees.
+bool IsBetterInClusters(const std::vector<int32_t>& tile_list,
+                        const std::vector<int32_t>& cluster_list);
+
 }  // namespace jax_magi::cuda
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_TILE_PLAN_H_
