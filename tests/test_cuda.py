@@ -112,33 +112,47 @@ def test_long_tiles(group):
 def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
   """The same, for which the backward kernel runs in clusters.
 
-  A tile of few keys leaves one of two blocks of threads without any, and one has no queries.
+  One of two blocks of threads has fewer keys than the other, and none in a tile without queries.
   """
-  slices = [(0, 12001, 0, 768, -(2**30), 0), (100, 150, 768, 868, -(2**30), 700)]
-  mask = AttentionMask(np.array(slices, np.int32), 12001, 1100)
+  slices = [(0, 12001, 0, 768, -(2**30), 0), (100, 150, 768, 968, -(2**30), 700)]
+  mask = AttentionMask(np.array(slices, np.int32), 12001, 1060)
   assert _is_for_clusters(mask, head_dim)
   shape = (mask.q_len, mask.k_len, group, 1, head_dim, head_dim)
   inputs = make_inputs(np.random.default_rng(group), DTYPES[dtype], *shape, 0)
   check_attention(inputs, mask, "cuda", is_mask_known=True, sm_margin=sm_margin)
 
 
-def test_batch_with_long_tiles_of_keys():
-  """A list of tiles for all rows of it, and parts of dk and dv."""
-  mask = AttentionMask.full(3900, 512)
+_TWO_RANGES = AttentionMask.from_ranges([[0, 3000], [3500, 7000]], [[0, 512], [0, 512]], [0, 0])
+
+
+@pytest.mark.parametrize(
+  ("mask", "batch", "num_kv_heads", "num_parts"),
+  [
+    (AttentionMask.full(3900, 512), 3, 2, 3),
+    (AttentionMask.full(3900, 512), 1, 66, 1),
+    (_TWO_RANGES, 1, 66, 1),
+  ],
+  ids=["parts_of_dk_and_dv", "heads_in_turn", "two_slices"],
+)
+def test_clusters_compute_what_others_do(mask, batch, num_kv_heads, num_parts):
+  """Those of a traced mask have no clusters; one list of tiles serves all rows of a batch."""
+  group = 3
+  shape = {"batch": batch, "num_kv_heads": num_kv_heads, "group": group}
   assert _is_for_clusters(mask, 128)
-  q, k, v, dout = _arrays((3, 3900, 6, 128), (3, 512, 2, 128), (3, 512, 2, 128), (3, 3900, 6, 128))
+  assert hopper_needs(mask, is_backward=True, **shape).num_dkv_parts == num_parts
+  q_shape = (batch, mask.q_len, group * num_kv_heads, 128)
+  k_shape = (batch, mask.k_len, num_kv_heads, 128)
+  arrays = _arrays(q_shape, k_shape, k_shape, q_shape)
 
   def gradients(mask, q, k, v, dout):
     fun = functools.partial(jax_magi.attention, mask=mask, implementation="cuda")
     return jax.vjp(lambda *x: fun(*x)[0], q, k, v)[1](dout)
 
-  together = jax.jit(jax.vmap(functools.partial(gradients, mask)))(q, k, v, dout)
-  traced = jax.jit(gradients)
-  for row in range(3):
-    alone = traced(mask, *(x[row] for x in (q, k, v, dout)))
-    for one, other in zip(together, alone, strict=True):
-      one, other = (np.asarray(x, np.float32) for x in (one[row], other))
-      assert np.linalg.norm(one - other) < 1e-3 * np.linalg.norm(other)
+  found = jax.jit(jax.vmap(functools.partial(gradients, mask)))(*arrays)
+  traced = jax.jit(jax.vmap(gradients, (None, 0, 0, 0, 0)))
+  for one, other in zip(found, traced(mask, *arrays), strict=True):
+    one, other = (np.asarray(x, np.float32) for x in (one, other))
+    assert np.linalg.norm(one - other) < 1e-3 * np.linalg.norm(other)
 
 
 def _is_for_clusters(mask, head_dim):

@@ -200,7 +200,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
     if (layout.cluster_tiling.num_rows > 0) {
       TilePlan other = PlanTiles(call.shape, layout.cluster_tiling, slices);
-      if (IsBetterInClusters(plan.tile_list, other.tile_list)) {
+      if (IsBetterInClusters(layout.tiling, plan.tile_list, other.tile_list)) {
         plan = std::move(other);
         needs.tile_stamp = layout.cluster_tiling.stamp();
         cluster_size = layout.cluster_tiling.num_rows / layout.tiling.num_rows;

@@ -38,8 +38,9 @@ int NumPartsIn(const AttentionShape& shape, int64_t num_bytes);
 struct CallLayout {
   Tiling tiling{};
   int64_t workspace_bytes = 0;
-  Tiling
-      cluster_tiling{};  // By another list, made when the call is traced; zero where there is none.
+  // Of the list that clusters take instead, if it was made for them when the call was traced; zero
+  // where the call never runs in any.
+  Tiling cluster_tiling{};
 };
 CallLayout LayoutOf(const AttentionCall& call);
 

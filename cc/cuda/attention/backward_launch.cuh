@@ -171,8 +171,8 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   return {};
 }
 
-// Calls use() with the configuration for the call. Without clusters it has one; with them, it may
-// have none.
+// Calls use() with the configuration for the call; one without clusters, where there is none with
+// them.
 template <int kHeadDim, typename Element, typename Use>
 auto WithBackwardConfig(bool has_softcap, bool in_clusters, Use use) {
   if (has_softcap) return use(BackwardConfig<kHeadDim, Element, true>());

@@ -67,7 +67,8 @@ __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
-// Of TMA's boxes.
+// Of one of TMA's boxes: in a cluster, a block of threads loads half of the only panel, or one of
+// two.
 template <typename Config>
 constexpr int kBoxColumns =
     Config::kHeadDim == 64 ? Config::kBlockColumns / Config::kClusterSize : Config::kBlockColumns;
@@ -164,8 +165,8 @@ struct BackwardProducer {
         });
   }
 
-  // The rows of the tile that this block of threads has: all, or in a cluster, 128 of them. There
-  // may be none left; it then works in vain, for its part of the columns.
+  // The rows of the tile that this block of threads has: all, or in a cluster, 128 of them. In
+  // tiles that meet no columns there may be none left.
   __device__ __forceinline__ decltype(auto) OwnRows() const {
     if constexpr (kClusterSize == 1) {
       return (shared.item.tile);

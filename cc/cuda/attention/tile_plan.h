@@ -27,8 +27,8 @@ bool HasLongTiles(const std::vector<int32_t>& tile_list, bool is_backward);
 
 // Whether the backward kernel should run in clusters, with this list of tiles that are twice as
 // long. Two blocks of threads then share one, and load half of the queries each, but both meet all
-// that either sees.
-bool IsBetterInClusters(const std::vector<int32_t>& tile_list,
+// that either sees. `tiling` is that of the usual list.
+bool IsBetterInClusters(const Tiling& tiling, const std::vector<int32_t>& tile_list,
                         const std::vector<int32_t>& cluster_list);
 
 }  // namespace jax_magi::cuda

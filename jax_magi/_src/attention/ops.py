@@ -348,7 +348,7 @@ def _on_backend(
     if slices is not known:
       before, after = operands[: call.slices_index], operands[call.slices_index + 1 :]
       operands = (*before, jnp.asarray(slices)[None], *after)
-    options = {} if call.is_backward else {"tile_stamp": plan.tile_stamp}
-    return split(operands, np.frombuffer(plan.tile_list, np.int32), **options)
+    tile_list = np.frombuffer(plan.tile_list, np.int32)
+    return split(operands, tile_list, tile_stamp=plan.tile_stamp)
 
   return fun

@@ -232,10 +232,12 @@ def backward(
   sm_margin: int,
   static_slices: bytes | None,
   grad_dtype: Any,
+  tile_stamp: int | None = None,
 ) -> tuple[jax.Array, ...]:
   """Returns dq, dk and dv in `grad_dtype`, which is q's or float32; and then what `wants` names.
 
-  That may be the gradient of "bias", in its dtype, and that of "alibi_slopes".
+  That may be the gradient of "bias", in its dtype, and that of "alibi_slopes". `tile_stamp` is as
+  in `forward`.
   """
   dims = q.shape[-1], k.shape[-1], v.shape[-1]
   bias_dtype = None if bias is None else bias.dtype
@@ -273,7 +275,7 @@ def backward(
     softcap=np.float32(softcap),
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
-    tile_stamp=np.int32(needs.tile_stamp),
+    tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
   )
   if needs.is_dq_summed:
     # XLA does this in whatever reads dq next.
