@@ -20,3 +20,8 @@ def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_he
     "static_slices": slices.tobytes(),
   }
   return HOPPER.module.attention_needs(**(call | changes))
+
+
+def most_tile_rows(needs):
+  """Of one head, as the stamp of the tile list says."""
+  return needs.tile_stamp >> 10 & 1023

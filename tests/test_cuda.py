@@ -15,7 +15,7 @@ from jax_magi._src.native.call import native_call
 from tests.accuracy import DTYPES, Inputs, check_attention, check_results, make_inputs
 from tests.arrays import normals
 from tests.cases import CASES
-from tests.needs import hopper_needs
+from tests.needs import hopper_needs, most_tile_rows
 from tests.test_random_masks import masks
 
 pytestmark = pytest.mark.gpu
@@ -156,7 +156,7 @@ def test_clusters_compute_what_others_do(mask, batch, num_kv_heads, num_parts):
 
 
 def _is_for_clusters(mask, head_dim):
-  return hopper_needs(mask, is_backward=True, head_dim=head_dim).tile_stamp >> 10 & 1023 == 256
+  return most_tile_rows(hopper_needs(mask, is_backward=True, head_dim=head_dim)) == 256
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

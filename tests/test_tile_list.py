@@ -9,7 +9,7 @@ import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native.backends import HOPPER
-from tests.needs import hopper_needs
+from tests.needs import hopper_needs, most_tile_rows
 
 if HOPPER.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
@@ -102,7 +102,7 @@ def test_tiles_are_cut_where_documents_begin():
 def test_few_queries_share_a_tile_with_other_heads(q_len, group):
   """A tile has 128 rows, and holds as many query heads as fit, but no more than a kv head has."""
   needs = hopper_needs(AttentionMask.causal(q_len, 1000), is_backward=False, group=group)
-  num_rows = needs.tile_stamp >> 10 & 1023  # Of one head.
+  num_rows = most_tile_rows(needs)
   pack = 128 // num_rows
   assert pack in (1, 2, 4, 8, 16, 32, 64, 128) and pack * num_rows == 128
   assert pack == 1 or (pack * q_len <= 128 and pack < 2 * group)
@@ -190,8 +190,7 @@ def test_backward_runs_in_clusters_where_tiles_are_long(head_dim, mask, is_in_cl
   """And where tiles of 256 keys meet few blocks that half of them does not see."""
 
   def most_rows(**changes):
-    needs = hopper_needs(mask, is_backward=True, head_dim=head_dim, **changes)
-    return needs.tile_stamp >> 10 & 1023
+    return most_tile_rows(hopper_needs(mask, is_backward=True, head_dim=head_dim, **changes))
 
   usual = 64 if head_dim == 256 else 128
   assert most_rows() == (256 if is_in_clusters else usual)
@@ -201,9 +200,9 @@ def test_backward_runs_in_clusters_where_tiles_are_long(head_dim, mask, is_in_cl
     begin, num_rows, num_blocks = _tiles(mask, is_backward=True, head_dim=head_dim)
     assert num_rows.max() == 256 and num_rows.sum() == mask.k_len
     columns = 128 if head_dim == 64 else 80
-    dense_rows = [mask.crop(0, mask.q_len, b, b + n) for b, n in zip(begin, num_rows, strict=True)]
-    for tile, blocks in zip(dense_rows[:4], num_blocks, strict=False):
-      seen = tile.to_dense().any(axis=1).sum()
+    tiles = list(zip(begin, begin + num_rows, num_blocks, strict=True))
+    for first, end, blocks in tiles[:4]:
+      seen = mask.crop(0, mask.q_len, first, end).to_dense().any(axis=1).sum()
       assert seen <= blocks * columns < seen + 2 * columns
 
 
@@ -244,7 +243,7 @@ def test_room_for_a_list_that_the_device_makes(is_backward):
   """It may cut at both ends of each slice, has a head of one tile's size, and a list to sort."""
   mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000])
   needs = hopper_needs(mask, is_backward=is_backward, static_slices=None)
-  most_rows = (needs.tile_stamp >> 10) & 1023
+  most_rows = most_tile_rows(needs)
   assert needs.tile_list_words == 8 * (1 + 2 * (-(-3000 // most_rows) + 2 * mask.slices.shape[0]))
 
 

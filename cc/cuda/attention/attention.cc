@@ -198,7 +198,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   int cluster_size = 1;
   if (slices != nullptr) {
     TilePlan plan = PlanTiles(call.shape, layout.tiling, slices);
-    if (layout.cluster_tiling.num_rows > 0) {
+    if (layout.cluster_tiling.num_rows > 0 && MayBeBetterInClusters(plan.tile_list)) {
       TilePlan other = PlanTiles(call.shape, layout.cluster_tiling, slices);
       if (IsBetterInClusters(layout.tiling, plan.tile_list, other.tile_list)) {
         plan = std::move(other);

@@ -41,8 +41,8 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 1)
     BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ char memory[];
-  // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
   constexpr int kClusterSize = Config::kClusterSize;
+  // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
   auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared<kClusterSize>());
   const int thread = threadIdx.x;
   if (thread == 0 && DynamicShared<kClusterSize>() != memory) __trap();

@@ -157,6 +157,13 @@ int64_t NumBlocks(const TileList& list) {
   return num_blocks;
 }
 
+// In clusters, on average. On an H200, they are worth 1 to 2% with 52 blocks a tile and more (128
+// dims: full masks of 4k and causal ones of 8k tokens, 64 dims: of 8k and 16k), and nothing with 33
+// (64 dims, causal, 8k).
+constexpr int64_t kLeastClusterBlocks = 48;
+// And no more than one block in so many may be met in vain.
+constexpr int64_t kVain = 50;
+
 }  // namespace
 
 TilePlan PlanTiles(const AttentionShape& shape, const Tiling& tiling, const Slice* slices) {
@@ -192,13 +199,15 @@ bool HasLongTiles(const std::vector<int32_t>& tile_list, bool is_backward) {
   return list.num_tiles > 0 && NumBlocks(list) >= least * list.num_tiles;
 }
 
+bool MayBeBetterInClusters(const std::vector<int32_t>& tile_list) {
+  // Tiles of clusters are at least half as many, with at most half as many blocks and those in
+  // vain.
+  const TileList& list = ListOf(tile_list);
+  return (kVain + 1) * NumBlocks(list) >= kVain * kLeastClusterBlocks * list.num_tiles;
+}
+
 bool IsBetterInClusters(const Tiling& tiling, const std::vector<int32_t>& tile_list,
                         const std::vector<int32_t>& cluster_list) {
-  // On an H200, it is worth 1 to 2% with 52 blocks a tile and more (128 dims: full masks of 4k and
-  // causal ones of 8k tokens, 64 dims: of 8k and 16k), and nothing with 33 (64 dims, causal, 8k).
-  constexpr int64_t kLeastBlocks = 48;
-  // And no more than one block in so many may be met in vain.
-  constexpr int64_t kVain = 50;
   const TileList& list = ListOf(cluster_list);
   for (int i = 0; i < list.num_tiles; ++i) {
     // A block of threads without rows would load those behind the tile, where a NaN may lie.
@@ -206,7 +215,7 @@ bool IsBetterInClusters(const Tiling& tiling, const std::vector<int32_t>& tile_l
     if (tile.num_blocks > 0 && tile.num_rows <= tiling.num_rows) return false;
   }
   const int64_t num_alone = NumBlocks(ListOf(tile_list)), num_blocks = NumBlocks(list);
-  return list.num_tiles > 0 && num_blocks >= kLeastBlocks * list.num_tiles &&
+  return list.num_tiles > 0 && num_blocks >= kLeastClusterBlocks * list.num_tiles &&
          2 * num_blocks - num_alone <= num_alone / kVain;
 }
 

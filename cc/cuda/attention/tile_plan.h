@@ -28,6 +28,10 @@ bool HasLongTiles(const std::vector<int32_t>& tile_list, bool is_backward);
 // Whether the backward kernel should run in clusters, with this list of tiles that are twice as
 // long. Two blocks of threads then share one, and load half of the queries each, but both meet all
 // that either sees. `tiling` is that of the usual list.
+//
+// The first of these asks the usual list alone: where it says no, the other list, which takes as
+// long to make, need not be there.
+bool MayBeBetterInClusters(const std::vector<int32_t>& tile_list);
 bool IsBetterInClusters(const Tiling& tiling, const std::vector<int32_t>& tile_list,
                         const std::vector<int32_t>& cluster_list);
 
