@@ -3,8 +3,8 @@
 python -m benchmarks.dq_order [--lengths LENGTH ...] [--queries-in-turn NUM] [--num-parts NUM]
 
 Multiprocessors take tiles of keys in the order of the list. A block of queries takes each the same
-time, and its dq is added when all tiles before this one have added to the same queries. Memory is
-never slow, and all heads are worked on at once.
+time, and its dq is added when all tiles before this one have added to the same queries: to those
+that see them, as others get zeros. Memory is never slow, and all heads are worked on at once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _READ_TIME = 0.6  # Until dq has left shared memory, and the next one may be wri
 _ADD_TIME, _SEE_TIME = 1.5, 0.7  # Until it is in memory and counted; until others see that.
 
 
-def _blocks(slices: np.ndarray, tile: np.ndarray) -> list[list[int]]:
-  """First queries of the tile's blocks, for each slice from right to left."""
+def _blocks(slices: np.ndarray, tile: np.ndarray) -> tuple[list[list[int]], set[int]]:
+  """First queries of the tile's blocks, for each slice from right to left; units that see it."""
   _, begin, num_rows, _, first, last = (int(x) for x in tile[:6])
-  result = []
+  result, units = [], set[int]()
   for q_begin, q_end, k_begin, k_end, lo, hi in slices[first:last].tolist():
     low, high = max(begin, k_begin), min(begin + num_rows, k_end)
     query, end = max(q_begin, low - hi), min(q_end, high - lo)
     if low < high and query < end:
       end += -end % _UNIT
       result.append([max(x - _BLOCK, 0) for x in range(end, query, -_BLOCK)])
-  return result
+      units.update(range(query // _UNIT, end // _UNIT))
+  return result, units
 
 
 def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tuple[int, int]]:
@@ -71,16 +72,20 @@ def simulate(name: str, length: int, *, ordered: bool, in_turn: int, num_parts: 
   done: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((length + _BLOCK) // _UNIT + 1))
   free_at = [0.0] * _NUM_SMS
   for tile in tiles:
-    blocks = _blocks(slices, tile)
+    blocks, seen = _blocks(slices, tile)
+    units = {
+      x: [u for u in range(x // _UNIT, (x + _BLOCK) // _UNIT) if u in seen]
+      for of_slice in blocks
+      for x in of_slice
+    }
     for pack in range(num_packs):
       time = added = heapq.heappop(free_at) + _TILE_TIME
       heads = range(pack * per_pack, (pack + 1) * per_pack)
       for head, query in _visits(blocks, heads, in_turn // _BLOCK):
         time = added = max(time + _BLOCK_TIME, added + _READ_TIME)
         if ordered:
-          units = done[head][query // _UNIT : (query + _BLOCK) // _UNIT]
-          added = max(time, units.max() + _SEE_TIME)
-          units[:] = added + _ADD_TIME
+          added = max(time, done[head][units[query]].max() + _SEE_TIME)
+          done[head][units[query]] = added + _ADD_TIME
       heapq.heappush(free_at, max(time, added))
   return max(free_at)
 

@@ -29,3 +29,9 @@ def test_any_order_takes_as_long_as_its_blocks():
   """Of 32 tiles, 48 heads and 52 blocks, on 132 multiprocessors."""
   time = simulate("full", 4096, ordered=False, in_turn=2048, num_parts=1)
   assert 2.9 * 32 * 48 * 52 / 132 < time < 1.1 * 2.9 * 32 * 48 * 52 / 132
+
+
+@pytest.mark.parametrize("name", ["varlen_causal", "varlen_block_causal"])
+def test_documents_do_not_wait_for_their_neighbours(name):
+  """Blocks that reach into the document before add zeros there, for which nobody waits."""
+  assert _cost(name, 8192, in_turn=640) < 1.06

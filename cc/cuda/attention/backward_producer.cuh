@@ -429,12 +429,14 @@ struct DqAdder {
                                                   int num_queries) {
     const DqOrder& order = params.dq_order;
     const int unit = order.UnitOf(target.query) + lane;
-    const bool is_visited = num_queries > 0 && unit <= order.UnitOf(target.query + num_queries - 1);
+    const bool is_inside = num_queries > 0 && unit <= order.UnitOf(target.query + num_queries - 1);
     int32_t* done = order.done + int64_t{panel} * order.num_units + unit;
-    const int before = is_visited ? order.before[int64_t{target.tile} * order.num_units + unit] : 0;
-    while (__any_sync(~0u, is_visited && LoadCounter(done) < before)) {
+    const int before =
+        is_inside ? order.before[int64_t{target.tile} * order.num_units + unit] : kNotVisited;
+    // Both are asked for at once: no counter is less than kNotVisited.
+    while (__any_sync(~0u, is_inside && LoadCounter(done) < before)) {
     }
-    return is_visited ? done : nullptr;
+    return before != kNotVisited ? done : nullptr;
   }
 };
 

@@ -36,11 +36,16 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < list->num_tiles; ++i) {
     const Tile tile = list->tiles()[i];
     if (tile.batch != batch) continue;
-    order.before[int64_t{i} * order.num_units + unit] = num_visits;
+    int num_more = 0;
+    bool is_visited = false;
     for (int s = tile.slice_begin; s < tile.slice_end; ++s) {
       const Range columns = TouchedColumns(args, tile, s);
-      if (columns.begin < columns.end) num_visits += NumVisits(steps, columns, queries);
+      if (columns.begin >= columns.end) continue;
+      num_more += NumVisits(steps, columns, queries);
+      is_visited |= columns.begin < queries.end && columns.end > queries.begin;
     }
+    order.before[int64_t{i} * order.num_units + unit] = is_visited ? num_visits : kNotVisited;
+    if (is_visited) num_visits += num_more;
   }
 }
 

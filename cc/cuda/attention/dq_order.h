@@ -3,9 +3,11 @@
 //
 // Each query head and panel of dims has a sum of its own, of which tiles of keys add to parts.
 // Queries are counted in units. An addition to some query of a unit is a visit of it, and has its
-// turn when all visits by tiles before its own are done. Nobody waits for ever: tiles are handed
-// out in that order, to blocks of threads that run, and the first one of those that are not done
-// waits for none.
+// turn when all visits by tiles before its own are done. Where none of a unit's queries sees the
+// tile, its additions are zeros, of blocks that reach past the queries that do. They are no visits:
+// they change nothing, whenever they come, and documents would wait for their neighbours. Nobody
+// waits for ever: tiles are handed out in that order, to blocks of threads that run, and the first
+// one of those that are not done waits for none.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_DQ_ORDER_H_
 #define JAX_MAGI_CUDA_ATTENTION_DQ_ORDER_H_
@@ -20,8 +22,11 @@ struct DqSteps {
   int block_queries, step_queries;
 };
 
+constexpr int32_t kNotVisited = -1;
+
 struct DqOrder {
-  // [tiles of the list, units]: how often tiles before it visit a unit.
+  // [tiles of the list, units]: how often tiles before it visit a unit; kNotVisited if the tile
+  // does not.
   int32_t* before;
   // [batch, num_q_heads, num_panels, units]: visits that are done. Null: any order will do.
   int32_t* done;
