@@ -45,6 +45,32 @@ def test_many_blocks_of_threads(k_len, dtype, kind):
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize(
+  ("shape", "shared"),
+  [
+    ((3, 5, 72, 1000), (3, 1, 72, 1000)),
+    ((3, 5, 72, 1000), (1, 1, 72, 1000)),
+    ((3, 5, 72, 1000), (1, 5, 72, 1000)),
+    ((3, 5, 72, 1000), (3, 1, 1, 1000)),
+    ((1, 3, 512, 33000), (1, 1, 512, 33000)),
+  ],
+)
+def test_matrices_share_chunks_of_a_mask(shape, shared, kind, dtype):
+  """Of eight rows, as 72 has no larger power of two; of the last one, as many as L2 keeps."""
+  case = SoftmaxCase(f"shared-{shape}-{shared}", shape, **{kind: shared})
+  check_softmax(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("k_len", [512, 1000, 1111, 4096])
+@pytest.mark.parametrize("width", [1, 63, 128, 505])
+def test_windows_begin_anywhere_in_a_line_of_memory(width, k_len, dtype):
+  case = SoftmaxCase(f"window-{width}-{k_len}", (1, 2, 170, k_len), window=(width - 1, 0))
+  check_softmax(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("k_len", [1000, 1999, 2048])
 @pytest.mark.parametrize("q_len", [1, 3, 2051])
 def test_rows_that_do_not_fill_their_block_of_threads(q_len, k_len, dtype):

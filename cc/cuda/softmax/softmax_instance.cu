@@ -95,6 +95,19 @@ bool AreRowsWhole(const RowsParams& rows, const SoftmaxMask& mask) {
                                           is_whole(mask.head_stride) && is_whole(mask.row_stride));
 }
 
+// As many rows as L2 can keep of a mask beside what streams through it, so that few rows far apart
+// in memory are at work at a time. They divide the matrix.
+int Log2ChunkRows(const SoftmaxMask& mask, int64_t q_len) {
+  constexpr int64_t kChunkBytes = 8 << 20;
+  const int element_bytes = mask.kind == MaskKind::kBool ? 1 : mask.dtype == DType::kF32 ? 4 : 2;
+  const int64_t row_bytes = mask.row_stride * element_bytes;
+  int log2 = 0;
+  for (int64_t rows = 2; rows <= q_len && q_len % rows == 0; rows *= 2) {
+    if (rows * row_bytes <= kChunkBytes) ++log2;
+  }
+  return log2;
+}
+
 template <typename Element, typename Mask>
 Status LaunchForward(const SoftmaxForwardParams& params, cudaStream_t stream) {
   const bool is_whole = AreRowsWhole<Element>(params.rows, params.mask);
@@ -124,19 +137,23 @@ Status SoftmaxVariant<kDType>::Forward(const SoftmaxForwardArgs& args, cudaStrea
   if (mask.kind != MaskKind::kNone && mask.head_stride == 0) {
     num_sharing = mask.batch_stride == 0 ? shape.batch * shape.heads : shape.heads;
   }
+  const int log2_chunk_rows = Log2ChunkRows(mask, shape.q_len);
   ScoreScale scale = GetScoreScale(args);
   scale.after = std::min(scale.after * kLog2E, std::numeric_limits<float>::max());
-  const SoftmaxForwardParams params{GetRowsParams(shape),
-                                    mask,
-                                    RowDivisor(static_cast<uint32_t>(shape.heads)),
-                                    RowDivisor(static_cast<uint32_t>(num_sharing)),
-                                    RowDivisor(static_cast<uint32_t>(num_sharing * shape.q_len)),
-                                    scale,
-                                    args.x,
-                                    args.offset,
-                                    args.offset_batch_stride,
-                                    args.y,
-                                    args.offset_probability};
+  const SoftmaxForwardParams params{
+      GetRowsParams(shape),
+      mask,
+      RowDivisor(static_cast<uint32_t>(shape.heads)),
+      static_cast<uint32_t>(num_sharing),
+      log2_chunk_rows,
+      RowDivisor(static_cast<uint32_t>(num_sharing << log2_chunk_rows)),
+      RowDivisor(static_cast<uint32_t>(num_sharing * shape.q_len)),
+      scale,
+      args.x,
+      args.offset,
+      args.offset_batch_stride,
+      args.y,
+      args.offset_probability};
   switch (mask.kind) {
     case MaskKind::kNone:
       return LaunchForward<Element, NoMask>(params, stream);

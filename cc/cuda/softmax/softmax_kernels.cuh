@@ -30,10 +30,12 @@ struct SoftmaxForwardParams {
   RowsParams rows;
   SoftmaxMask mask;
   RowDivisor heads;
-  // So many rows use the same row of the mask, and are worked on one after the other: it is then
-  // read from memory once.
-  RowDivisor num_sharing;
-  RowDivisor sharing_rows;  // In all matrices that share a mask.
+  // So many matrices share a mask. They are worked on by chunks of 2^log2_chunk_rows rows, one
+  // after the other: a chunk of the mask is then read from memory once, and those of x in its
+  // order.
+  uint32_t num_sharing;
+  int log2_chunk_rows;
+  RowDivisor chunk_rows, sharing_rows;  // Of all these matrices, in a chunk and in all.
   ScoreScale scale;
   const void* x;
   const float* offset;
@@ -157,11 +159,12 @@ __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, 
   const uint32_t index = RowIndex<kThreads>();
   RowPlace place{IsActive<kThreads>(params.rows, index), index, 0, 0, 0};
   if (!has_mask && !params.rows.is_banded && params.offset == nullptr) return place;
-  const uint32_t num_sharing = params.num_sharing.divisor;
   const uint32_t group = params.sharing_rows.Divide(index);
   const uint32_t in_group = index - group * params.sharing_rows.divisor;
-  place.q = params.num_sharing.Divide(in_group);
-  const uint32_t matrix = group * num_sharing + (in_group - place.q * num_sharing);
+  const uint32_t chunk = params.chunk_rows.Divide(in_group);
+  const uint32_t in_chunk = in_group - chunk * params.chunk_rows.divisor;
+  const uint32_t matrix = group * params.num_sharing + (in_chunk >> params.log2_chunk_rows);
+  place.q = (chunk << params.log2_chunk_rows) + (in_chunk & ((1u << params.log2_chunk_rows) - 1));
   place.row = matrix * params.rows.q_len.divisor + place.q;
   place.batch = params.heads.Divide(matrix);
   place.head = matrix - place.batch * params.heads.divisor;
