@@ -4,7 +4,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_BLOCK_CUH_
 
-#include "cc/cuda/attention/backward_producer.cuh"
+#include "cc/cuda/attention/backward_tile.cuh"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
 #include "cc/cuda/attention/store.cuh"

@@ -19,6 +19,7 @@
 
 #include "cc/cuda/attention/backward_consumer.cuh"
 #include "cc/cuda/attention/backward_producer.cuh"
+#include "cc/cuda/attention/dq_adder.cuh"
 #include "cc/cuda/attention/hopper.cuh"
 
 namespace jax_magi::cuda {
