@@ -240,23 +240,11 @@ struct BackwardProducer {
     }
   }
 
-  // One lane. In a cluster, each block of threads loads a part for all.
   template <int kDim>
   __device__ __forceinline__ void LoadColumns(const CUtensorMap& map, uint64_t* full,
                                               typename Config::Element* dst, int begin) {
-    if constexpr (kClusterSize == 1) {
-#pragma unroll
-      for (int d = 0; d < kDim; d += 64) {
-        LoadBox(&map, full, dst + d * Config::kBlockColumns, d, shared.item.head, begin,
-                shared.item.tile.batch);
-      }
-    } else {
-      const int part = static_cast<int>(ClusterRank());
-      const int d = kDim == 64 ? 0 : 64 * part, row = kDim == 64 ? part * kBoxColumns<Config> : 0;
-      LoadBoxForRanks(&map, full, dst + d * Config::kBlockColumns + row * 64,
-                      (1 << kClusterSize) - 1, d, shared.item.head, begin + row,
-                      shared.item.tile.batch);
-    }
+    LoadPanels<kClusterSize, kDim, Config::kBlockColumns>(
+        map, full, dst, [&] { return shared.item.head; }, begin, shared.item);
   }
 };
 

@@ -66,12 +66,6 @@ __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
-// Of one of TMA's boxes: in a cluster, a block of threads loads half of the only panel, or one of
-// two.
-template <typename Config>
-constexpr int kBoxColumns =
-    Config::kHeadDim == 64 ? Config::kBlockColumns / Config::kClusterSize : Config::kBlockColumns;
-
 // What a block of threads has for its cluster, if it is in one.
 template <bool kIsInCluster>
 struct BackwardCluster {

@@ -143,7 +143,7 @@ struct Producer {
       const bool is_clean = IsClean(slice, tile.rows(), begin, Config::kBlockN);
       shared.block[stage] = {slice, begin, (is_clean ? 0 : kMasked) | (is_last ? kLast : 0)};
       ArriveExpectBytes(&shared.k_full[stage], sizeof(shared.k[stage]));
-      LoadPanels<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);
+      LoadRows<Config::kHeadDim>(params.k_map, &shared.k_full[stage], shared.k[stage], begin);
     }
     if constexpr (Config::kHasTerms && !Config::kAreSlopesAlone) LoadBias(stage, begin);
     k_ring.Advance();
@@ -213,25 +213,17 @@ struct Producer {
     Wait(&shared.v_empty[stage], v_ring.phase ^ 1);
     if (lane == 0) {
       ArriveExpectBytes(&shared.v_full[stage], sizeof(shared.v[stage]));
-      LoadPanels<Config::kValueDim>(params.v_map, &shared.v_full[stage], shared.v[stage], row);
+      LoadRows<Config::kValueDim>(params.v_map, &shared.v_full[stage], shared.v[stage], row);
     }
     v_ring.Advance();
   }
 
-  // A block of keys or values. In a cluster, each block of threads loads a panel for all.
+  // A block of keys or values.
   template <int kDim>
-  __device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* barrier,
-                                             typename Config::Element* dst, int row) {
-    if constexpr (kClusterSize == 1) {
-#pragma unroll
-      for (int d = 0; d < kDim; d += 64) {
-        LoadBox(&map, barrier, dst + d * Config::kBlockN, d, KvHead(), row, shared.item.tile.batch);
-      }
-    } else {
-      const int d = 64 * Rank();
-      LoadBoxForRanks(&map, barrier, dst + d * Config::kBlockN, (1 << kClusterSize) - 1, d,
-                      KvHead(), row, shared.item.tile.batch);
-    }
+  __device__ __forceinline__ void LoadRows(const CUtensorMap& map, uint64_t* full,
+                                           typename Config::Element* dst, int row) {
+    LoadPanels<kClusterSize, kDim, Config::kBlockN>(
+        map, full, dst, [&] { return KvHead(); }, row, shared.item);
   }
 };
 

@@ -187,6 +187,26 @@ struct ClusterWork {
   }
 };
 
+// Loads a block of rows from `row` on, which stream past the tile, in panels of 64 dims. In a
+// cluster of two, each block of threads loads half for both: a panel of two, or half of the rows of
+// the only one. For one lane; head() is asked for each box, as registers are scarce.
+template <int kClusterSize, int kDim, int kRows, typename Element, typename Head>
+__device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* full, Element* dst,
+                                           Head head, int row, const WorkItem& item) {
+  if constexpr (kClusterSize == 1) {
+#pragma unroll
+    for (int d = 0; d < kDim; d += 64) {
+      LoadBox(&map, full, dst + d * kRows, d, head(), row, item.tile.batch);
+    }
+  } else {
+    const int part = static_cast<int>(ClusterRank());
+    const int d = kDim == 64 ? 0 : 64 * part;
+    const int skipped = kDim == 64 ? part * (kRows / kClusterSize) : 0;
+    LoadBoxForRanks(&map, full, dst + d * kRows + skipped * 64, (1 << kClusterSize) - 1, d, head(),
+                    row + skipped, item.tile.batch);
+  }
+}
+
 // Until no other block of threads needs this one's shared memory. In each role for itself: behind
 // both, it makes ptxas schedule the consumers' loop badly.
 template <typename Config>

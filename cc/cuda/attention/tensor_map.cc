@@ -29,7 +29,7 @@ Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t lengt
                                static_cast<cuuint64_t>(std::max<int64_t>(heads, 1)),
                                static_cast<cuuint64_t>(std::max<int64_t>(length, 1)),
                                static_cast<cuuint64_t>(std::max<int64_t>(batch, 1))};
-  const int element_bytes = dtype == DType::kF32 ? 4 : 2;
+  const int element_bytes = ElementBytes(dtype);
   const cuuint64_t row_bytes = element_bytes * sizes[0];
   const cuuint64_t strides[3] = {row_bytes, row_bytes * sizes[1], row_bytes * sizes[1] * sizes[2]};
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / element_bytes),

@@ -99,12 +99,13 @@ bool AreRowsWhole(const RowsParams& rows, const SoftmaxMask& mask) {
 // in memory are at work at a time. They divide the matrix.
 int Log2ChunkRows(const SoftmaxMask& mask, int64_t q_len) {
   constexpr int64_t kChunkBytes = 8 << 20;
-  const int element_bytes = mask.kind == MaskKind::kBool ? 1 : mask.dtype == DType::kF32 ? 4 : 2;
-  const int64_t row_bytes = mask.row_stride * element_bytes;
+  const int64_t row_bytes =
+      mask.row_stride * (mask.kind == MaskKind::kBool ? 1 : ElementBytes(mask.dtype));
+  const auto fits = [&](int64_t rows) {
+    return rows <= q_len && q_len % rows == 0 && rows * row_bytes <= kChunkBytes;
+  };
   int log2 = 0;
-  for (int64_t rows = 2; rows <= q_len && q_len % rows == 0; rows *= 2) {
-    if (rows * row_bytes <= kChunkBytes) ++log2;
-  }
+  while (fits(int64_t{2} << log2)) ++log2;
   return log2;
 }
 
@@ -137,7 +138,8 @@ Status SoftmaxVariant<kDType>::Forward(const SoftmaxForwardArgs& args, cudaStrea
   if (mask.kind != MaskKind::kNone && mask.head_stride == 0) {
     num_sharing = mask.batch_stride == 0 ? shape.batch * shape.heads : shape.heads;
   }
-  const int log2_chunk_rows = Log2ChunkRows(mask, shape.q_len);
+  // Where nothing is shared, one row: no thread has to divide.
+  const int log2_chunk_rows = num_sharing == 1 ? 0 : Log2ChunkRows(mask, shape.q_len);
   ScoreScale scale = GetScoreScale(args);
   scale.after = std::min(scale.after * kLog2E, std::numeric_limits<float>::max());
   const SoftmaxForwardParams params{
