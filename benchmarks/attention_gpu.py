@@ -31,8 +31,9 @@ BACKWARD_LENGTHS = [n for n in LENGTHS if n <= 32768]
 MODELS = [(128, 48, 8), (64, 32, 32)]
 # Masks that most peers have: these are also timed in both models, and as single calls.
 SIMPLE = ("full", "causal", "window")
-# Where the deterministic backward pass is timed, too.
-DETERMINISTIC_LENGTH = 8192
+# Where the deterministic backward pass is timed, too. In the second, documents begin anywhere; in
+# the first, at multiples of the units in which queries have turns.
+DETERMINISTIC_LENGTHS = (8192, 16384)
 
 
 # A few launches in a row, whatever they take: one alone would show the host's part too.
@@ -118,7 +119,7 @@ def time_backward(lengths: list[int], beside: Beside) -> list[dict]:
   rows = []
   for cell in _cells(lengths, "backward"):
     row, text = _beside_peers(cell, beside)
-    if cell.length == DETERMINISTIC_LENGTH:
+    if cell.length in DETERMINISTIC_LENGTHS:
       row["deterministic"] = _rate(cell, deterministic=True)
       text += f" {100 * (row['ours'] / row['deterministic'] - 1):4.0f}% slower deterministic"
     if cell.name in SIMPLE and cell.length <= jax_passes.SHORT:

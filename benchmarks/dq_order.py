@@ -5,6 +5,7 @@ python -m benchmarks.dq_order [--lengths LENGTH ...] [--queries-in-turn NUM] [--
 Multiprocessors take tiles of keys in the order of the list. A block of queries takes each the same
 time, and its dq is added when all tiles before this one have added to the same queries: to those
 that see them, as others get zeros. Memory is never slow, and all heads are worked on at once.
+Documents begin at multiples of 8 tokens up to a length of 8192, and anywhere in longer ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from benchmarks.attention_gpu import MODELS
 from benchmarks.masks import MASKS
+from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import HOPPER
@@ -33,18 +35,34 @@ _READ_TIME = 0.6  # Until dq has left shared memory, and the next one may be wri
 _ADD_TIME, _SEE_TIME = 1.5, 0.7  # Until it is in memory and counted; until others see that.
 
 
-def _blocks(slices: np.ndarray, tile: np.ndarray) -> tuple[list[list[int]], set[int]]:
-  """First queries of the tile's blocks, for each slice from right to left; units that see it."""
+def _blocks(slices: np.ndarray, tile: np.ndarray) -> tuple[list[list[int]], dict[int, range]]:
+  """First queries of the tile's blocks, for each slice from right to left; queries of units that
+  see it, from the first to the last."""
   _, begin, num_rows, _, first, last = (int(x) for x in tile[:6])
-  result, units = [], set[int]()
+  result, units = [], dict[int, range]()
   for q_begin, q_end, k_begin, k_end, lo, hi in slices[first:last].tolist():
     low, high = max(begin, k_begin), min(begin + num_rows, k_end)
     query, end = max(q_begin, low - hi), min(q_end, high - lo)
     if low < high and query < end:
+      for unit in range(query // _UNIT, -(-end // _UNIT)):
+        seen = range(max(query, unit * _UNIT), min(end, (unit + 1) * _UNIT))
+        other = units.get(unit, seen)
+        units[unit] = range(min(seen.start, other.start), max(seen.stop, other.stop))
       end += -end % _UNIT
       result.append([max(x - _BLOCK, 0) for x in range(end, query, -_BLOCK)])
-      units.update(range(query // _UNIT, end // _UNIT))
   return result, units
+
+
+def _splits(seen_by_tile: list[dict[int, range]]) -> dict[int, int]:
+  """Where the second part of a unit begins, in which two documents meet."""
+  begins: defaultdict[int, set[int]] = defaultdict(set)
+  crossed: defaultdict[int, set[int]] = defaultdict(set)
+  for seen in seen_by_tile:
+    for unit, queries in seen.items():
+      begins[unit].add(queries.start)
+      crossed[unit].update(queries[1:])
+  free = {unit: sorted(begins[unit] - crossed[unit]) for unit in begins}
+  return {unit: queries[1] for unit, queries in free.items() if len(queries) > 1}
 
 
 def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tuple[int, int]]:
@@ -57,9 +75,10 @@ def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tu
       yield from ((head, x) for head in heads for x in of_slice[i : i + per_turn])
 
 
-def simulate(name: str, length: int, *, ordered: bool, in_turn: int, num_parts: int) -> float:
+def simulate(mask: AttentionMask, *, ordered: bool, in_turn: int, num_parts: int) -> float:
   """Microseconds of a backward pass of 48/8 heads of 128."""
-  slices = grouped_by_keys(np.asarray(MASKS[name](length).slices))
+  length = mask.q_len
+  slices = grouped_by_keys(np.asarray(mask.slices))
   q, k = (
     jax.ShapeDtypeStruct((1, length, heads, _HEAD_DIM), jnp.bfloat16)
     for heads in (_HEADS, _KV_HEADS)
@@ -69,12 +88,18 @@ def simulate(name: str, length: int, *, ordered: bool, in_turn: int, num_parts: 
   _, plan = native.plan_tiles(HOPPER, q, k, k, [slices], **options)
   tiles = np.frombuffer(plan.tile_list, np.int32).reshape(-1, 8)[1:]
   num_packs, per_pack = _KV_HEADS * num_parts, _HEADS // (_KV_HEADS * num_parts)
-  done: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((length + _BLOCK) // _UNIT + 1))
+  # For each head, of both parts of each unit.
+  done: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(2 * (length // _UNIT + 1)))
   free_at = [0.0] * _NUM_SMS
-  for tile in tiles:
-    blocks, seen = _blocks(slices, tile)
-    units = {
-      x: [u for u in range(x // _UNIT, (x + _BLOCK) // _UNIT) if u in seen]
+  blocks_of = [_blocks(slices, tile) for tile in tiles]
+  splits = _splits([seen for _, seen in blocks_of])
+  for blocks, seen in blocks_of:
+    parts = {
+      x: [
+        2 * unit + (seen[unit].start >= splits.get(unit, length))
+        for unit in range(x // _UNIT, (x + _BLOCK) // _UNIT)
+        if unit in seen
+      ]
       for of_slice in blocks
       for x in of_slice
     }
@@ -84,8 +109,8 @@ def simulate(name: str, length: int, *, ordered: bool, in_turn: int, num_parts: 
       for head, query in _visits(blocks, heads, in_turn // _BLOCK):
         time = added = max(time + _BLOCK_TIME, added + _READ_TIME)
         if ordered:
-          added = max(time, done[head][units[query]].max() + _SEE_TIME)
-          done[head][units[query]] = added + _ADD_TIME
+          added = max(time, done[head][parts[query]].max() + _SEE_TIME)
+          done[head][parts[query]] = added + _ADD_TIME
       heapq.heappush(free_at, max(time, added))
   return max(free_at)
 
@@ -101,11 +126,11 @@ def main() -> None:
   if HOPPER.module is None:
     raise SystemExit("this build of jax_magi has no CUDA kernels, which make the lists of tiles")
   for length in options.lengths:
-    for name in MASKS:
-      any_order = simulate(name, length, ordered=False, in_turn=2048, num_parts=1)
+    for name, make in MASKS.items():
+      mask = make(length)
+      any_order = simulate(mask, ordered=False, in_turn=2048, num_parts=1)
       in_order = simulate(
-        name,
-        length,
+        mask,
         ordered=True,
         in_turn=options.queries_in_turn,
         num_parts=options.num_parts,

@@ -22,6 +22,11 @@ _MASKS = {
   "causal": AttentionMask.causal(_LENGTH),
   "window": AttentionMask.sliding_window(_LENGTH, left=511),
   "documents": AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, _LENGTH], causal=True),
+  # Two meet in a unit of 8 queries; more than two do.
+  "documents_anywhere": AttentionMask.from_cu_seqlens(
+    [0, 131, 702, 1697, 1901, _LENGTH], causal=True
+  ),
+  "tiny_documents": AttentionMask.from_cu_seqlens([*range(0, _LENGTH, 3), _LENGTH], causal=True),
   "many_documents": AttentionMask.from_cu_seqlens(np.arange(0, _LENGTH + 1, 4)),
   "block_causal": AttentionMask.block_causal(256, _LENGTH),
   # Blocks of the last two lie in one tile, and half of one is half of the other.

@@ -135,7 +135,7 @@ inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& ti
   buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_panels};
   DqOrder& order = buffers.order;
   order = DqOrderOf(shape, tiling, num_panels, deterministic);
-  const int64_t done_bytes = DqDoneBytes(shape, order, num_panels);
+  const int64_t done_bytes = DqDoneBytes(order);
   if (deterministic) {
     order.done = reinterpret_cast<int32_t*>(take(done_bytes));
     order.before = reinterpret_cast<int32_t*>(take(DqBeforeBytes(shape, order, tiling)));

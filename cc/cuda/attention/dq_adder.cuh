@@ -61,9 +61,15 @@ struct DqAdder {
     int32_t* done = order.done + int64_t{panel} * order.num_units + unit;
     const int before =
         is_inside ? order.before[int64_t{target.tile} * order.num_units + unit] : kNotVisited;
-    // Both are asked for at once: no counter is less than kNotVisited.
-    while (__any_sync(~0u, is_inside && LoadCounter(done) < before)) {
+    const DqTurn turn = DqTurn::Unpack(before);
+    const auto is_early = [&] { return is_inside && LoadCounter(done) < turn.num_before; };
+    // The table and the first part's counter are asked for at once.
+    bool waits = is_early();
+    if (turn.part == 1) {
+      done += order.num_counters;
+      waits = is_early();
     }
+    while (__any_sync(~0u, waits)) waits = is_early();
     return before != kNotVisited ? done : nullptr;
   }
 };

@@ -7,9 +7,10 @@ namespace jax_magi::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kMinBlocks = 8;  // On a multiprocessor. Without a number, registers spill.
 
 // Additions to some of `unit`, of blocks that are laid from right to left over `queries`.
-__device__ int NumVisits(const DqSteps& steps, Range queries, Range unit) {
+__device__ __forceinline__ int NumVisits(const DqSteps& steps, Range queries, Range unit) {
   const int width = steps.block_queries;
   const int num_blocks = CeilDiv(queries.end - queries.begin, width);
   int num_visits = 0;
@@ -23,29 +24,103 @@ __device__ int NumVisits(const DqSteps& steps, Range queries, Range unit) {
   return num_visits;
 }
 
-// A thread has one unit of one slice list.
-__global__ void __launch_bounds__(kThreads)
+// All of a tile's.
+__device__ __forceinline__ int NumVisits(const CutArgs& args, const DqSteps& steps,
+                                         const Tile& tile, Range unit) {
+  int num_visits = 0;
+  for (int s = tile.slice_begin; s < tile.slice_end; ++s) {
+    const Range columns = TouchedColumns(args, tile, s);
+    if (columns.begin < columns.end) num_visits += NumVisits(steps, columns, unit);
+  }
+  return num_visits;
+}
+
+// Queries of the unit that see the tile, from the first to the last.
+__device__ __forceinline__ Range QueriesThatSee(const CutArgs& args, const Tile& tile, Range unit) {
+  Range queries{unit.end, unit.begin};
+  for (int s = tile.slice_begin; s < tile.slice_end; ++s) {
+    const Range seen = Intersect(SeenColumns(args, tile, s), unit);
+    if (seen.begin >= seen.end) continue;
+    queries = {Min(queries.begin, seen.begin), Max(queries.end, seen.end)};
+  }
+  return queries;
+}
+
+// Finds a query of the unit with tiles on either side of it, and none on both.
+class UnitParts {
+ public:
+  __device__ explicit UnitParts(Range unit) : unit_(unit) {}
+
+  // Queries that see a tile.
+  __device__ void Add(Range queries) {
+    if (unit_.end - unit_.begin > 32) return;  // It stays in one piece.
+    const int first = queries.begin - unit_.begin, last = queries.end - 1 - unit_.begin;
+    begins_ |= 1u << first;
+    // Bits up to `last`, but those up to `first`.
+    crossed_ |= (~0u >> (31 - last)) & ~(~0u >> (31 - first));
+  }
+
+  // Where the second part begins, by what all lanes of the warp added: the unit's end, if there is
+  // none.
+  __device__ int Split() const {
+    uint32_t free = __reduce_or_sync(~0u, begins_) & ~__reduce_or_sync(~0u, crossed_);
+    free &= free - 1;  // The first of them has none before it.
+    return free == 0 ? unit_.end : unit_.begin + __ffs(static_cast<int>(free)) - 1;
+  }
+
+ private:
+  Range unit_;
+  uint32_t begins_ = 0;   // Bit i: some tile's queries begin at the unit's query i.
+  uint32_t crossed_ = 0;  // Bit i: some tile's begin before it, and do not end there.
+};
+
+// Counts visits in the order of the lanes, 32 tiles after the other.
+class VisitCounter {
+ public:
+  // Of this lane's tile. Returns how many came before.
+  __device__ int Add(int num_visits) {
+    const int sum = SumUpToLane(num_visits);
+    const int before = num_ + sum - num_visits;
+    num_ += __shfl_sync(~0u, sum, 31);
+    return before;
+  }
+
+ private:
+  int num_ = 0;
+};
+
+// A warp has one unit of one slice list, and asks 32 tiles at a time.
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     DqOrderKernel(CutArgs args, const TileList* list, DqSteps steps, DqOrder order, int num_rows) {
   WaitForPreviousKernel();
   LetNextKernelStart();
-  const int thread = blockIdx.x * kThreads + threadIdx.x;
-  const int batch = thread / order.num_units, unit = thread % order.num_units;
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  const int batch = warp / order.num_units, unit = warp % order.num_units;
   if (batch >= args.num_lists) return;
   const Range queries{unit << order.log2_queries, Min((unit + 1) << order.log2_queries, num_rows)};
-  int num_visits = 0;
-  for (int i = 0; i < list->num_tiles; ++i) {
-    const Tile tile = list->tiles()[i];
-    if (tile.batch != batch) continue;
-    int num_more = 0;
-    bool is_visited = false;
-    for (int s = tile.slice_begin; s < tile.slice_end; ++s) {
-      const Range columns = TouchedColumns(args, tile, s);
-      if (columns.begin >= columns.end) continue;
-      num_more += NumVisits(steps, columns, queries);
-      is_visited |= columns.begin < queries.end && columns.end > queries.begin;
-    }
-    order.before[int64_t{i} * order.num_units + unit] = is_visited ? num_visits : kNotVisited;
-    if (is_visited) num_visits += num_more;
+  const Tile* tiles = list->tiles();
+  const int num_tiles = list->num_tiles;
+  const auto is_own = [&](int i) { return i < num_tiles && tiles[i].batch == batch; };
+
+  UnitParts parts(queries);
+  for (int i = lane; i < num_tiles; i += 32) {
+    if (!is_own(i)) continue;
+    const Range seeing = QueriesThatSee(args, tiles[i], queries);
+    if (seeing.begin < seeing.end) parts.Add(seeing);
+  }
+  const int split = parts.Split();
+
+  VisitCounter lower, upper;  // Of both parts.
+  for (int i = lane; i - lane < num_tiles; i += 32) {
+    Range seeing{0, 0};
+    if (is_own(i)) seeing = QueriesThatSee(args, tiles[i], queries);
+    const bool is_visited = seeing.begin < seeing.end, is_upper = seeing.begin >= split;
+    const int num_visits = is_visited ? NumVisits(args, steps, tiles[i], queries) : 0;
+    const int before_lower = lower.Add(is_upper ? 0 : num_visits);
+    const int before_upper = upper.Add(is_upper ? num_visits : 0);
+    if (!is_own(i)) continue;
+    const DqTurn turn{is_upper, is_upper ? before_upper : before_lower};
+    order.before[int64_t{i} * order.num_units + unit] = is_visited ? turn.Pack() : kNotVisited;
   }
 }
 
@@ -57,8 +132,8 @@ Status MakeDqOrder(const AttentionShape& shape, const Tiling& tiling, const Slic
   if (order.num_units == 0) return {};  // There are no queries.
   const CutArgs args(shape, tiling, slices);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      LaunchEarly(DqOrderKernel, CeilDiv(args.num_lists * order.num_units, kThreads), kThreads, 0,
-                  stream, args, list, steps, order, DqSumRows(shape.q_len)));
+      LaunchEarly(DqOrderKernel, CeilDiv(args.num_lists * order.num_units, kThreads / 32), kThreads,
+                  0, stream, args, list, steps, order, DqSumRows(shape.q_len)));
   return {};
 }
 

@@ -1,11 +1,12 @@
 // A fixed order of the additions to dQ, for gradients that are the same in every run: that of the
 // tiles in the list.
 //
-// Each query head and panel of dims has a sum of its own, of which tiles of keys add to parts.
+// Each query head and panel of dims has a sum of its own, to whose rows tiles of keys add.
 // Queries are counted in units. An addition to some query of a unit is a visit of it, and has its
 // turn when all visits by tiles before its own are done. Where none of a unit's queries sees the
 // tile, its additions are zeros, of blocks that reach past the queries that do. They are no visits:
-// they change nothing, whenever they come, and documents would wait for their neighbours. Nobody
+// they change nothing, whenever they come, and documents would wait for their neighbours. For the
+// same reason a unit in which two documents meet has two parts, each with turns of its own. Nobody
 // waits for ever: tiles are handed out in that order, to blocks of threads that run, and the first
 // one of those that are not done waits for none.
 
@@ -22,14 +23,22 @@ struct DqSteps {
   int block_queries, step_queries;
 };
 
-constexpr int32_t kNotVisited = -1;
+// Which part of a unit a tile visits, and how often tiles before it do.
+struct DqTurn {
+  int part, num_before;
+
+  JAX_MAGI_INLINE int32_t Pack() const { return 2 * num_before + part; }
+  JAX_MAGI_INLINE static DqTurn Unpack(int32_t packed) { return {packed & 1, packed >> 1}; }
+};
+constexpr int32_t kNotVisited = -2;  // As a turn: the first part's, before all others.
 
 struct DqOrder {
-  // [tiles of the list, units]: how often tiles before it visit a unit; kNotVisited if the tile
-  // does not.
+  // [tiles of the list, units]: as DqTurn; kNotVisited if the tile does not visit the unit.
   int32_t* before;
-  // [batch, num_q_heads, num_panels, units]: visits that are done. Null: any order will do.
+  // [2, batch, num_q_heads, num_panels, units]: visits of each part that are done. Null: any order
+  // will do.
   int32_t* done;
+  int64_t num_counters;         // Of a part.
   int num_units, log2_queries;  // The latter of a unit.
 
   JAX_MAGI_INLINE bool is_fixed() const { return done != nullptr; }
@@ -52,13 +61,14 @@ inline DqOrder DqOrderOf(const AttentionShape& shape, const Tiling& tiling, int 
   };
   while (count() > 1 && MaxTiles(shape, tiling) * count() * 4 > most) ++order.log2_queries;
   order.num_units = count();
+  order.num_counters = shape.batch * shape.num_q_heads * num_panels * order.num_units;
   return order;
 }
 
 // Bytes of workspace of both, aligned as statistics are. `done` follows the sum, and has to be
 // filled with zeros as it is.
-inline int64_t DqDoneBytes(const AttentionShape& shape, const DqOrder& order, int num_panels) {
-  return AlignStatistics(4 * shape.batch * shape.num_q_heads * num_panels * order.num_units);
+inline int64_t DqDoneBytes(const DqOrder& order) {
+  return AlignStatistics(2 * 4 * order.num_counters);
 }
 inline int64_t DqBeforeBytes(const AttentionShape& shape, const DqOrder& order,
                              const Tiling& tiling) {

@@ -250,6 +250,19 @@ __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// --- Lanes of a warp ---
+
+// The sum over this lane and those before it.
+__device__ __forceinline__ int SumUpToLane(int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, x, distance);
+    if (lane >= distance) x += other;
+  }
+  return x;
+}
+
 // --- Counters that blocks of threads share ---
 
 // In L2, where they are for all. They order nothing else.

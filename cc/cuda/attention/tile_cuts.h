@@ -81,11 +81,18 @@ JAX_MAGI_INLINE bool IsCutKept(int previous, int row) {
   return row - previous >= kShortestSegment;
 }
 
+JAX_MAGI_INLINE Slice LoadSlice(const CutArgs& args, const Tile& tile, int s) {
+  return LoadSlice(args.list(tile.batch), s, args.num_rows, args.num_columns, args.by_keys);
+}
+
 // The same, of slice `s` of the tile's list.
 JAX_MAGI_INLINE Range TouchedColumns(const CutArgs& args, const Tile& tile, int s) {
-  const Slice slice =
-      LoadSlice(args.list(tile.batch), s, args.num_rows, args.num_columns, args.by_keys);
-  return TouchedColumns(slice, tile, args.aligns_columns);
+  return TouchedColumns(LoadSlice(args, tile, s), tile, args.aligns_columns);
+}
+
+// Without those after them, up to where blocks may end.
+JAX_MAGI_INLINE Range SeenColumns(const CutArgs& args, const Tile& tile, int s) {
+  return TouchedColumns(LoadSlice(args, tile, s), tile, /*aligns_end=*/false);
 }
 
 // Tile `i` of the list, which lies in `segment`: its rows, its slices, and the blocks they need.

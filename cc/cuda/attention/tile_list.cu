@@ -56,11 +56,7 @@ __device__ int MakeSegments(const CutArgs& args, Segment* segments, int* rows, i
 // The sum over threads before this one. `scratch` holds 32.
 __device__ int SumBefore(int x, int* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = x;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const int sum = SumUpToLane(x);
   if (lane == 31) scratch[warp] = sum;
   __syncthreads();
   int before = 0;  // Warps before this one.
