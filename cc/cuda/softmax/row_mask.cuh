@@ -56,7 +56,7 @@ __device__ __forceinline__ void LoadMask(const MaskRow<Mask>& mask, const Row<kS
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[i][w] = 0;
     if (Contains(loaded, first + i * kThreads)) {
-      LoadWords<Reuse::kSoon>(own + i * kThreads * kSize, words[i]);
+      LoadWords<Caching::kPlain>(own + i * kThreads * kSize, words[i]);
     }
   }
   if (mask.is_aligned && row.IsAligned()) return;

@@ -67,26 +67,35 @@ __device__ __forceinline__ uint4 PackVector(const float (&x)[kVectorSize<Element
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Whether what is read now is read again. Never the read-only path: a kernel may write its result
-// over its input.
-enum class Reuse { kNone, kSoon };
+// What L2 does with what is read and written. kFirstOut: it goes first, so that something else may
+// stay. Where nothing else is worth it, this costs time. Never the read-only path: a kernel may
+// write its result over its input.
+enum class Caching { kPlain, kFirstOut };
 
-template <Reuse kReuse, typename Words>
+template <Caching kCaching, typename Words>
 __device__ __forceinline__ Words Load(const Words* p) {
-  return kReuse == Reuse::kNone ? __ldcs(p) : *p;
+  return kCaching == Caching::kFirstOut ? __ldcs(p) : *p;
+}
+template <Caching kCaching>
+__device__ __forceinline__ void Store(void* p, uint4 words) {
+  if constexpr (kCaching == Caching::kFirstOut) {
+    __stcs(static_cast<uint4*>(p), words);
+  } else {
+    *static_cast<uint4*>(p) = words;
+  }
 }
 
-template <Reuse kReuse, int kWords>
+template <Caching kCaching, int kWords>
 __device__ __forceinline__ void LoadWords(const void* p, uint32_t (&words)[kWords]) {
   if constexpr (kWords == 1) {
-    words[0] = Load<kReuse>(static_cast<const uint32_t*>(p));
+    words[0] = Load<kCaching>(static_cast<const uint32_t*>(p));
   } else if constexpr (kWords == 2) {
-    const uint2 x = Load<kReuse>(static_cast<const uint2*>(p));
+    const uint2 x = Load<kCaching>(static_cast<const uint2*>(p));
     words[0] = x.x, words[1] = x.y;
   } else {
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 x = Load<kReuse>(static_cast<const uint4*>(p) + i);
+      const uint4 x = Load<kCaching>(static_cast<const uint4*>(p) + i);
       words[4 * i] = x.x, words[4 * i + 1] = x.y, words[4 * i + 2] = x.z, words[4 * i + 3] = x.w;
     }
   }
@@ -157,7 +166,7 @@ __device__ __forceinline__ Row<kSize> MakeRow(uint32_t row, int length, int64_t 
 
 // Vectors first, first + kThreads, ... of an array of Element: those that are touched. Others are
 // left as they are.
-template <typename Element, int kThreads, Reuse kReuse, int kVectors>
+template <typename Element, int kThreads, Caching kCaching, int kVectors>
 __device__ __forceinline__ void LoadVectors(const Element* array,
                                             const Row<kVectorSize<Element>>& row, int first,
                                             uint32_t (&words)[kVectors][4]) {
@@ -169,7 +178,7 @@ __device__ __forceinline__ void LoadVectors(const Element* array,
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (Contains(loaded, first + i * kThreads)) {
-      LoadWords<kReuse>(own + i * kThreads * kSize, words[i]);
+      LoadWords<kCaching>(own + i * kThreads * kSize, words[i]);
     }
   }
   if (row.num_in_array == row.count) return;
@@ -192,7 +201,7 @@ __device__ __forceinline__ void LoadVectors(const Element* array,
 
 // Writes zeros to vectors of the row of which nothing is visible, by kThreads threads; element by
 // element to those of which only a part is the row's.
-template <typename Element, int kThreads>
+template <typename Element, int kThreads, Caching kCaching>
 __device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSize<Element>>& row,
                                             int thread) {
   constexpr int kSize = kVectorSize<Element>;
@@ -200,7 +209,7 @@ __device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSiz
     for (int v = vectors.begin + thread; v < vectors.end; v += kThreads) {
       Element* vector = array + row.begin + v * int64_t{kSize};
       if (Contains(row.inside, v)) {
-        __stcs(reinterpret_cast<uint4*>(vector), make_uint4(0, 0, 0, 0));
+        Store<kCaching>(vector, make_uint4(0, 0, 0, 0));
         continue;
       }
       for (int e = 0; e < kSize; ++e) {
@@ -214,7 +223,7 @@ __device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSiz
 
 // Writes the others: `value(i, e)` is element e of vector i of these. Columns that are not visible
 // become zero.
-template <typename Element, int kThreads, int kVectors, typename Value>
+template <typename Element, int kThreads, Caching kCaching, int kVectors, typename Value>
 __device__ __forceinline__ void StoreVectors(Element* array, const Row<kVectorSize<Element>>& row,
                                              int first, const Value& value) {
   constexpr int kSize = kVectorSize<Element>;
@@ -236,7 +245,7 @@ __device__ __forceinline__ void StoreVectors(Element* array, const Row<kVectorSi
     if (Contains(row.inside, v) && Contains(row.touched, v)) {
       float x[kSize];
       get(i, v, x);
-      __stcs(reinterpret_cast<uint4*>(own + i * kThreads * kSize), PackVector<Element>(x));
+      Store<kCaching>(own + i * kThreads * kSize, PackVector<Element>(x));
     }
   }
   if (row.IsAligned()) return;

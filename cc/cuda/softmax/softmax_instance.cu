@@ -4,7 +4,8 @@
 #include <limits>
 
 #include "cc/cuda/softmax/softmax.h"
-#include "cc/cuda/softmax/softmax_kernels.cuh"
+#include "cc/cuda/softmax/softmax_backward.cuh"
+#include "cc/cuda/softmax/softmax_forward.cuh"
 
 namespace jax_magi::cuda {
 namespace {

@@ -1,30 +1,14 @@
-// Softmax of rows, forward and backward.
-//
-// Both are bound by memory, so everything here is about reading each element once, in 16-byte
-// vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp,
-// or a block. Each loads its kVectors vectors before it uses any, and keeps them in registers: of
-// what is visible of the row. Rows too long for that are read twice, in chunks.
+// The forward kernels of the softmax of rows.
 
-#ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
-#define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
+#ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_FORWARD_CUH_
+#define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_FORWARD_CUH_
 
 #include "cc/cuda/arithmetic.cuh"
-#include "cc/cuda/softmax/divisor.cuh"
 #include "cc/cuda/softmax/row_mask.cuh"
-#include "cc/cuda/softmax/row_vectors.cuh"
+#include "cc/cuda/softmax/softmax_rows.cuh"
 #include "cc/softmax.h"
 
 namespace jax_magi::cuda {
-
-// What both passes know of the rows.
-struct RowsParams {
-  uint32_t num_rows;
-  RowDivisor q_len;
-  int k_len;
-  int64_t num_elements;
-  Slice band;
-  bool is_banded;
-};
 
 struct SoftmaxForwardParams {
   RowsParams rows;
@@ -44,71 +28,9 @@ struct SoftmaxForwardParams {
   float* offset_probability;
 };
 
-struct SoftmaxBackwardParams {
-  RowsParams rows;
-  float scale;
-  const void *y, *dy;
-  void* dx;
-  float* dot;
-};
-
-// A row a block of threads, if it takes a warp: all of them then know the row by the block's
-// number, and none waits for another row's.
-constexpr int BlockThreads(int threads_per_row) {
-  return threads_per_row < 32 ? 128 : threads_per_row;
-}
-constexpr int RowsPerBlock(int threads_per_row) {
-  return BlockThreads(threads_per_row) / threads_per_row;
-}
-
-// At least so many blocks share a multiprocessor. With fewer, too little memory traffic is on its
-// way while others compute; with more, there would be too few registers.
-constexpr int MinBlocks(int threads_per_row, int num_threads) {
-  return num_threads / BlockThreads(threads_per_row);
-}
+// Of a multiprocessor, for MinBlocks.
 template <typename Element, typename Mask, int kVectors>
 constexpr int kForwardThreads = kIsMaskShort<Element, Mask> && kVectors <= 4 ? 1024 : 512;
-
-// --- Reductions over the threads of a row ---
-
-struct MaxOp {
-  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-struct SumOp {
-  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-
-// Over the warp's threads of the row: the same in all of them.
-template <int kThreads, typename Op>
-__device__ __forceinline__ float ReduceInWarp(float x, Op op) {
-#pragma unroll
-  for (int distance = (kThreads < 32 ? kThreads : 32) / 2; distance > 0; distance /= 2) {
-    x = op(x, __shfl_xor_sync(~0u, x, distance));
-  }
-  return x;
-}
-
-// Each warp gives an x, and thread i of a warp takes that of warp i of its row, modulo their
-// number. A block calls this once: it does not wait until all have taken theirs.
-template <int kThreads, typename T>
-__device__ __forceinline__ T ExchangeByWarps(const T& x) {
-  static_assert(RowsPerBlock(kThreads) == 1);
-  constexpr int kWarps = kThreads / 32;
-  __shared__ T partial[kWarps];
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
-  __syncthreads();
-  return partial[threadIdx.x % kWarps];
-}
-
-// The sum over all threads of the row, in each.
-template <int kThreads>
-__device__ __forceinline__ float SumOfRow(float x) {
-  x = ReduceInWarp<kThreads>(x, SumOp{});
-  if constexpr (kThreads > 32) {
-    x = ReduceInWarp<kThreads / 32>(ExchangeByWarps<kThreads>(x), SumOp{});
-  }
-  return x;
-}
 
 // Subtracted from scores; finite for a row that sees nothing, or -inf - -inf would make NaN.
 __device__ __forceinline__ float Reference(float largest) {
@@ -140,20 +62,6 @@ __device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
   return own;
 }
 
-// --- Forward ---
-
-template <int kThreads>
-__device__ __forceinline__ uint32_t RowIndex() {
-  constexpr int kRows = RowsPerBlock(kThreads);
-  return kRows == 1 ? blockIdx.x : blockIdx.x * kRows + threadIdx.x / kThreads;
-}
-
-// Whether there is such a row. There are as many blocks as it takes.
-template <int kThreads>
-__device__ __forceinline__ bool IsActive(const RowsParams& params, uint32_t index) {
-  return RowsPerBlock(kThreads) == 1 || index < params.num_rows;
-}
-
 template <int kThreads>
 __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, bool has_mask) {
   const uint32_t index = RowIndex<kThreads>();
@@ -171,15 +79,6 @@ __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, 
   return place;
 }
 
-template <int kSize, bool kIsWhole>
-__device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, bool is_active, uint32_t row,
-                                             uint32_t q) {
-  Row<kSize> r =
-      MakeRow<kSize, kIsWhole>(row, params.k_len, params.num_elements, VisibleKeys(params.band, q));
-  if (!is_active) r.Clear();
-  return r;
-}
-
 // What a thread has of a row, before it is scores: vectors of x, and their mask.
 template <typename Element, typename Mask, int kVectors>
 struct RowInputs {
@@ -187,11 +86,11 @@ struct RowInputs {
   uint32_t mask[kVectors][kHasMask<Mask> ? kVectorSize<Element> * sizeof(Mask) / 4 : 1];
 
   // Vectors first, first + kThreads, ...
-  template <int kThreads, Reuse kReuse>
+  template <int kThreads, Caching kCaching>
   __device__ __forceinline__ void Load(const SoftmaxForwardParams& params,
                                        const Row<kVectorSize<Element>>& row,
                                        const MaskRow<Mask>& mask_row, int first) {
-    LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.x), row, first, x);
+    LoadVectors<Element, kThreads, kCaching>(static_cast<const Element*>(params.x), row, first, x);
     if constexpr (kHasMask<Mask>) LoadMask<Mask, kThreads>(mask_row, row, first, mask);
   }
 };
@@ -259,6 +158,8 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
                                   MinBlocks(kThreads, kForwardThreads<Element, Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
+  // Rows of other matrices share a mask.
+  constexpr Caching kCaching = kHasMask<Mask> ? Caching::kFirstOut : Caching::kPlain;
   const int thread = threadIdx.x % kThreads;
   const RowPlace place = FindRow<kThreads>(params, kHasMask<Mask>);
   const Row<kSize> row = GetRow<kSize, kIsWhole>(params.rows, place.is_active, place.row, place.q);
@@ -268,10 +169,10 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   const int first = kHasMask<Mask> ? thread : row.touched.begin + thread;
 
   RowInputs<Element, Mask, kVectors> inputs;
-  inputs.template Load<kThreads, Reuse::kNone>(params, row, mask, first);
+  inputs.template Load<kThreads, kCaching>(params, row, mask, first);
   // While these are on their way.
   Element* y = static_cast<Element*>(params.y);
-  StoreHidden<Element, kThreads>(y, row, thread);
+  StoreHidden<Element, kThreads, kCaching>(y, row, thread);
   float x[kVectors][kSize];  // Scores, then their exponentials.
   float largest = MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/false>(params, row, first,
                                                                               inputs, offset, x);
@@ -295,12 +196,9 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
   float factor =
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   if (kThreads > 32) factor *= RelativeExp(largest, reference, params.scale.after);
-  StoreVectors<Element, kThreads, kVectors>(y, row, first,
-                                            [&](int i, int e) { return x[i][e] * factor; });
+  StoreVectors<Element, kThreads, kCaching, kVectors>(
+      y, row, first, [&](int i, int e) { return x[i][e] * factor; });
 }
-
-// A chunk of a long row is so many vectors a thread.
-constexpr int kChunkVectors = 4;
 
 template <typename Element, typename Mask, int kThreads>
 __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
@@ -315,12 +213,12 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const float offset = GetOffset(params, place);
 
   Element* y = static_cast<Element*>(params.y);
-  StoreHidden<Element, kThreads>(y, row, thread);
+  StoreHidden<Element, kThreads, Caching::kFirstOut>(y, row, thread);
   float largest = -INFINITY, sum = 0.0f;  // Of this thread's columns so far.
   RowInputs<Element, Mask, kChunkVectors> inputs;
   float x[kChunkVectors][kSize];
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
-    inputs.template Load<kThreads, Reuse::kSoon>(params, row, mask, chunk + thread);
+    inputs.template Load<kThreads, Caching::kPlain>(params, row, mask, chunk + thread);
     const float new_largest = MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/true>(
         params, row, chunk + thread, inputs, largest, x);
     const float reference = Reference(new_largest);
@@ -340,110 +238,16 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
   // Each thread reads again what it writes, and all have read once: right in place, too.
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
-    inputs.template Load<kThreads, Reuse::kNone>(params, row, mask, chunk + thread);
+    inputs.template Load<kThreads, Caching::kFirstOut>(params, row, mask, chunk + thread);
     MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/true>(params, row, chunk + thread, inputs,
                                                                largest, x);
-    StoreVectors<Element, kThreads, kChunkVectors>(y, row, chunk + thread, [&](int i, int e) {
-      return RelativeExp(x[i][e], reference, params.scale.after) * inverse;
-    });
-  }
-}
-
-// --- Backward ---
-
-// y and dy of vectors first, first + kThreads, ...
-template <typename Element, int kThreads, int kVectors>
-struct Gradients {
-  static constexpr int kSize = kVectorSize<Element>;
-  uint32_t y[kVectors][4], dy[kVectors][4];
-
-  template <Reuse kReuse>
-  __device__ __forceinline__ void Load(const SoftmaxBackwardParams& params, const Row<kSize>& row,
-                                       int first) {
-    LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.y), row, first, y);
-    LoadVectors<Element, kThreads, kReuse>(static_cast<const Element*>(params.dy), row, first, dy);
-  }
-
-  __device__ __forceinline__ float Dot(const Row<kSize>& row, int first) const {
-    float dot = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int v = first + i * kThreads;
-      if (!Contains(row.touched, v)) continue;
-      const auto product = [&](int e) {
-        return GetElement<Element>(y[i], e) * GetElement<Element>(dy[i], e);
-      };
-      if (Contains(row.clean, v)) {
-#pragma unroll
-        for (int e = 0; e < kSize; ++e) dot += product(e);
-      } else {
-#pragma unroll
-        for (int e = 0; e < kSize; ++e) {
-          if (Contains(row.visible, row.Column(v) + e)) dot += product(e);
-        }
-      }
-    }
-    return dot;
-  }
-
-  __device__ __forceinline__ void Store(const SoftmaxBackwardParams& params, const Row<kSize>& row,
-                                        int first, float dot) const {
-    StoreVectors<Element, kThreads, kVectors>(static_cast<Element*>(params.dx), row, first,
-                                              [&](int i, int e) {
-                                                return params.scale * GetElement<Element>(y[i], e) *
-                                                       (GetElement<Element>(dy[i], e) - dot);
-                                              });
-  }
-};
-
-// In the order of memory: there is no mask whose rows could be shared.
-template <int kSize, bool kIsWhole, int kThreads>
-__device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, uint32_t row) {
-  return GetRow<kSize, kIsWhole>(params, IsActive<kThreads>(params, row), row,
-                                 params.is_banded ? params.q_len.Modulo(row) : 0);
-}
-
-template <typename Element, bool kIsWhole, int kThreads, int kVectors>
-__global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 512))
-    SoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams params) {
-  const uint32_t index = RowIndex<kThreads>();
-  const int thread = threadIdx.x % kThreads;
-  const Row<kVectorSize<Element>> row =
-      GetRow<kVectorSize<Element>, kIsWhole, kThreads>(params.rows, index);
-  Gradients<Element, kThreads, kVectors> gradients;
-  const int first = row.touched.begin + thread;
-  gradients.template Load<Reuse::kNone>(params, row, first);
-  // While these are on their way.
-  StoreHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
-  const float dot = SumOfRow<kThreads>(gradients.Dot(row, first));
-  if (params.dot != nullptr && thread == 0 && IsActive<kThreads>(params.rows, index)) {
-    params.dot[index] = dot;
-  }
-  gradients.Store(params, row, first, dot);
-}
-
-template <typename Element, int kThreads>
-__global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
-    LongSoftmaxBackwardKernel(const __grid_constant__ SoftmaxBackwardParams params) {
-  constexpr int kStep = kThreads * kChunkVectors;
-  const int thread = threadIdx.x;
-  const Row<kVectorSize<Element>> row =
-      GetRow<kVectorSize<Element>, /*kIsWhole=*/false, kThreads>(params.rows, blockIdx.x);
-  Gradients<Element, kThreads, kChunkVectors> gradients;
-  StoreHidden<Element, kThreads>(static_cast<Element*>(params.dx), row, thread);
-  float dot = 0.0f;
-  for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
-    gradients.template Load<Reuse::kSoon>(params, row, chunk + thread);
-    dot += gradients.Dot(row, chunk + thread);
-  }
-  dot = SumOfRow<kThreads>(dot);
-  if (params.dot != nullptr && thread == 0) params.dot[blockIdx.x] = dot;
-  for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
-    gradients.template Load<Reuse::kNone>(params, row, chunk + thread);
-    gradients.Store(params, row, chunk + thread, dot);
+    StoreVectors<Element, kThreads, Caching::kFirstOut, kChunkVectors>(
+        y, row, chunk + thread, [&](int i, int e) {
+          return RelativeExp(x[i][e], reference, params.scale.after) * inverse;
+        });
   }
 }
 
 }  // namespace jax_magi::cuda
 
-#endif  // JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_KERNELS_CUH_
+#endif  // JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_FORWARD_CUH_
