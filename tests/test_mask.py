@@ -107,11 +107,19 @@ def test_grouped_by_keys_block_causal():
   assert grouped_by_keys(documents) is documents
 
 
-def test_shared_question():
-  owner = np.array([0] * 3 + [1] * 2 + [2] * 4)
-  i, j = _grid(9, 9)
+@pytest.mark.parametrize(
+  "question,answers",
+  [(3, [2, 4]), (3, [2, 0, 4, 1]), (5, [0, 3]), (0, [2, 2]), (4, [3]), (4, []), (0, [])],
+)
+def test_shared_question(question, answers):
+  lengths = [question, *answers]
+  owner = np.repeat(np.arange(len(lengths)), lengths)
+  i, j = _grid(len(owner), len(owner))
   sees = (j <= i) & ((owner[None, :] == 0) | (owner[None, :] == owner[:, None]))
-  np.testing.assert_array_equal(AttentionMask.shared_question(3, [2, 4]).to_dense(), sees)
+  mask = AttentionMask.shared_question(question, answers)
+  np.testing.assert_array_equal(mask.to_dense(), sees)
+  assert mask.area() == sees.sum()  # No pair is in two slices.
+  assert len(mask.slices) == max(len(answers), 1) + 1
 
 
 def _segment_mask(ids, kv_ids, causal):

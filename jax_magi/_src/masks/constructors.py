@@ -273,15 +273,18 @@ class MaskConstructors:
     answers = as_int32("answer_lens", answer_lens, ("num_answers",))
     if not isinstance(answers, np.ndarray):
       raise ValueError("answer_lens must be concrete: the mask's length depends on them")
+    if (answers < 0).any():
+      raise ValueError(f"answer_lens must not be negative, but one is {answers.min()}")
     question_len = check_length("question_len", question_len)
     bounds = question_len + np.concatenate([[0], np.cumsum(answers)])
-    own = np.stack([bounds[:-1], bounds[1:]], axis=1)
-    question = np.broadcast_to([[0, question_len]], own.shape)
-    length = int(bounds[-1])
+    # The question and the first answer are one causal text; all others see the question. A slice
+    # for each answer's question would be the same, in more pieces.
+    first_end, length = int(bounds[:2][-1]), int(bounds[-1])
+    others = np.stack([bounds[1:-1], bounds[2:]], axis=1)
     return cls.from_ranges(
-      np.concatenate([[[0, question_len]], own, own]),
-      np.concatenate([[[0, question_len]], own, question]),
-      [MaskType.CAUSAL] * (1 + len(own)) + [MaskType.FULL] * len(own),
+      np.concatenate([[[0, first_end], [first_end, length]], others]),
+      np.concatenate([[[0, first_end], [0, question_len]], others]),
+      [MaskType.CAUSAL, MaskType.FULL] + [MaskType.CAUSAL] * len(others),
       q_len=length,
       k_len=length,
     )
