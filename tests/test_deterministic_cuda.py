@@ -22,10 +22,17 @@ _MASKS = {
   "causal": AttentionMask.causal(_LENGTH),
   "window": AttentionMask.sliding_window(_LENGTH, left=511),
   "documents": AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, _LENGTH], causal=True),
-  # Two meet in a unit of 8 queries; more than two do.
+  # Two documents meet in a unit of 8 queries.
   "documents_anywhere": AttentionMask.from_cu_seqlens(
     [0, 131, 702, 1697, 1901, _LENGTH], causal=True
   ),
+  # Three ranges of queries, of which none sees a tile that another sees.
+  "three_in_a_unit": AttentionMask.from_ranges(
+    [[96, 98], [98, 101], [101, 104], [104, _LENGTH]],
+    [[0, 600], [800, 1400], [1600, 2304], [2304, _LENGTH]],
+    k_len=_LENGTH,
+  ),
+  # So many slices that units are larger, and stay in one piece.
   "tiny_documents": AttentionMask.from_cu_seqlens([*range(0, _LENGTH, 3), _LENGTH], causal=True),
   "many_documents": AttentionMask.from_cu_seqlens(np.arange(0, _LENGTH + 1, 4)),
   "block_causal": AttentionMask.block_causal(256, _LENGTH),

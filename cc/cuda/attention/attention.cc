@@ -145,7 +145,7 @@ int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t h
   const AttentionShape& shape = call.shape;
   const int num_panels = static_cast<int>(head_dim / 64);
   const DqOrder order = DqOrderOf(shape, tiling, num_panels, call.deterministic);
-  return DqSumBytes(shape, num_panels) + DqDoneBytes(order) + DqBeforeBytes(shape, order, tiling) +
+  return DqSumBytes(shape, num_panels) + DqDoneBytes(order) + DqTurnsBytes(shape, order, tiling) +
          StatisticsBytes(shape) + static_cast<int64_t>(sizeof(WorkCounter));
 }
 

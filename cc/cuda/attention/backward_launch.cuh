@@ -138,7 +138,7 @@ inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& ti
   const int64_t done_bytes = DqDoneBytes(order);
   if (deterministic) {
     order.done = reinterpret_cast<int32_t*>(take(done_bytes));
-    order.before = reinterpret_cast<int32_t*>(take(DqBeforeBytes(shape, order, tiling)));
+    order.turns = reinterpret_cast<int32_t*>(take(DqTurnsBytes(shape, order, tiling)));
   }
   buffers.num_zero_bytes = sum_bytes + done_bytes;
   buffers.parts = {reinterpret_cast<float*>(take(AlignStatistics(DkvPartsBytes(shape, num_parts)))),

@@ -59,9 +59,9 @@ struct DqAdder {
     const int unit = order.UnitOf(target.query) + lane;
     const bool is_inside = num_queries > 0 && unit <= order.UnitOf(target.query + num_queries - 1);
     int32_t* done = order.done + int64_t{panel} * order.num_units + unit;
-    const int before =
-        is_inside ? order.before[int64_t{target.tile} * order.num_units + unit] : kNotVisited;
-    const DqTurn turn = DqTurn::Unpack(before);
+    const int packed =
+        is_inside ? order.turns[int64_t{target.tile} * order.num_units + unit] : kNotVisited;
+    const DqTurn turn = DqTurn::Unpack(packed);
     const auto is_early = [&] { return is_inside && LoadCounter(done) < turn.num_before; };
     // The table and the first part's counter are asked for at once.
     bool waits = is_early();
@@ -70,7 +70,7 @@ struct DqAdder {
       waits = is_early();
     }
     while (__any_sync(~0u, waits)) waits = is_early();
-    return before != kNotVisited ? done : nullptr;
+    return packed != kNotVisited ? done : nullptr;
   }
 };
 

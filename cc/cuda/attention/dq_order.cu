@@ -71,7 +71,7 @@ class UnitParts {
  private:
   Range unit_;
   uint32_t begins_ = 0;   // Bit i: some tile's queries begin at the unit's query i.
-  uint32_t crossed_ = 0;  // Bit i: some tile's begin before it, and do not end there.
+  uint32_t crossed_ = 0;  // Bit i: some tile's begin before it, and end after it.
 };
 
 // Counts visits in the order of the lanes, 32 tiles after the other.
@@ -110,17 +110,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
   const int split = parts.Split();
 
-  VisitCounter lower, upper;  // Of both parts.
+  VisitCounter first, second;  // Parts.
   for (int i = lane; i - lane < num_tiles; i += 32) {
     Range seeing{0, 0};
     if (is_own(i)) seeing = QueriesThatSee(args, tiles[i], queries);
-    const bool is_visited = seeing.begin < seeing.end, is_upper = seeing.begin >= split;
+    const bool is_visited = seeing.begin < seeing.end, is_second = seeing.begin >= split;
     const int num_visits = is_visited ? NumVisits(args, steps, tiles[i], queries) : 0;
-    const int before_lower = lower.Add(is_upper ? 0 : num_visits);
-    const int before_upper = upper.Add(is_upper ? num_visits : 0);
+    const int before_first = first.Add(is_second ? 0 : num_visits);
+    const int before_second = second.Add(is_second ? num_visits : 0);
     if (!is_own(i)) continue;
-    const DqTurn turn{is_upper, is_upper ? before_upper : before_lower};
-    order.before[int64_t{i} * order.num_units + unit] = is_visited ? turn.Pack() : kNotVisited;
+    const DqTurn turn{is_second, is_second ? before_second : before_first};
+    order.turns[int64_t{i} * order.num_units + unit] = is_visited ? turn.Pack() : kNotVisited;
   }
 }
 

@@ -33,8 +33,8 @@ struct DqTurn {
 constexpr int32_t kNotVisited = -2;  // As a turn: the first part's, before all others.
 
 struct DqOrder {
-  // [tiles of the list, units]: as DqTurn; kNotVisited if the tile does not visit the unit.
-  int32_t* before;
+  // [tiles of the list, units]: packed; kNotVisited if the tile does not visit the unit.
+  int32_t* turns;
   // [2, batch, num_q_heads, num_panels, units]: visits of each part that are done. Null: any order
   // will do.
   int32_t* done;
@@ -70,12 +70,12 @@ inline DqOrder DqOrderOf(const AttentionShape& shape, const Tiling& tiling, int 
 inline int64_t DqDoneBytes(const DqOrder& order) {
   return AlignStatistics(2 * 4 * order.num_counters);
 }
-inline int64_t DqBeforeBytes(const AttentionShape& shape, const DqOrder& order,
-                             const Tiling& tiling) {
+inline int64_t DqTurnsBytes(const AttentionShape& shape, const DqOrder& order,
+                            const Tiling& tiling) {
   return AlignStatistics(4 * MaxTiles(shape, tiling) * order.num_units);
 }
 
-// Fills `before`. The next kernel on the stream may start at once, and must wait for it with
+// Fills `turns`. The next kernel on the stream may start at once, and must wait for it with
 // griddepcontrol.wait.
 Status MakeDqOrder(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                    const TileList* list, const DqSteps& steps, const DqOrder& order,

@@ -85,12 +85,12 @@ JAX_MAGI_INLINE Slice LoadSlice(const CutArgs& args, const Tile& tile, int s) {
   return LoadSlice(args.list(tile.batch), s, args.num_rows, args.num_columns, args.by_keys);
 }
 
-// The same, of slice `s` of the tile's list.
+// Columns that rows of the tile see by slice `s` of its list, up to where blocks may end.
 JAX_MAGI_INLINE Range TouchedColumns(const CutArgs& args, const Tile& tile, int s) {
   return TouchedColumns(LoadSlice(args, tile, s), tile, args.aligns_columns);
 }
 
-// Without those after them, up to where blocks may end.
+// The same without those that are only there for the blocks' end.
 JAX_MAGI_INLINE Range SeenColumns(const CutArgs& args, const Tile& tile, int s) {
   return TouchedColumns(LoadSlice(args, tile, s), tile, /*aligns_end=*/false);
 }

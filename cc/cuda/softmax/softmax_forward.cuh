@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
                                   MinBlocks(kThreads, kForwardThreads<Element, Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
-  // Rows of other matrices share a mask.
+  // Other rows may need the mask again: it shall stay in L2.
   constexpr Caching kCaching = kHasMask<Mask> ? Caching::kFirstOut : Caching::kPlain;
   const int thread = threadIdx.x % kThreads;
   const RowPlace place = FindRow<kThreads>(params, kHasMask<Mask>);
