@@ -60,10 +60,10 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   const void* q = args.q == nullptr ? args.k : args.q;
   const void* dout = args.dout == nullptr ? args.v : args.dout;
   const int64_t q_len = shape.q_len, k_len = shape.k_len, num_q_heads = shape.num_q_heads;
-  // Of TMA's boxes, as LoadPanels has them.
+  // Of TMA's boxes.
   constexpr int kRows = Config::kBlockRows;
   constexpr int kColumns =
-      Config::kHeadDim == 64 ? Config::kBlockColumns / Config::kClusterSize : Config::kBlockColumns;
+      kPanelRows<Config::kClusterSize, Config::kHeadDim, Config::kBlockColumns>;
   JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
       shape.batch,
       {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map},

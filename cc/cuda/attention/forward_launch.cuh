@@ -47,11 +47,12 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   // Without keys, these are described but never read.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;
-  JAX_MAGI_RETURN_IF_BAD(
-      MakeTensorMaps(shape.batch, {{args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
-                                    Config::kBlockN, 1, &params.k_map},
-                                   {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
-                                    Config::kBlockN, 1, &params.v_map}}));
+  constexpr int kClusterSize = Config::kClusterSize, kBlockN = Config::kBlockN;
+  JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+      shape.batch, {{args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
+                     kPanelRows<kClusterSize, Config::kHeadDim, kBlockN>, 1, &params.k_map},
+                    {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
+                     kPanelRows<kClusterSize, Config::kValueDim, kBlockN>, 1, &params.v_map}}));
   for (int more = 0; more < ForwardParams::kNumPacks; ++more) {
     if (Log2Pack<Config>(tiling.num_rows >> more, group / Config::kClusterSize) <
         log2_pack + more) {

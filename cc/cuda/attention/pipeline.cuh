@@ -187,6 +187,10 @@ struct ClusterWork {
   }
 };
 
+// Rows of a box in which LoadPanels loads a block.
+template <int kClusterSize, int kDim, int kRows>
+constexpr int kPanelRows = kDim == 64 ? kRows / kClusterSize : kRows;
+
 // Loads a block of rows from `row` on, which stream past the tile, in panels of 64 dims. In a
 // cluster of two, each block of threads loads half for both: a panel of two, or half of the rows of
 // the only one. For one lane; head() is asked for each box, as registers are scarce.
@@ -201,7 +205,7 @@ __device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* ful
   } else {
     const int part = static_cast<int>(ClusterRank());
     const int d = kDim == 64 ? 0 : 64 * part;
-    const int skipped = kDim == 64 ? part * (kRows / kClusterSize) : 0;
+    const int skipped = kDim == 64 ? part * kPanelRows<kClusterSize, kDim, kRows> : 0;
     LoadBoxForRanks(&map, full, dst + d * kRows + skipped * 64, (1 << kClusterSize) - 1, d, head(),
                     row + skipped, item.tile.batch);
   }
