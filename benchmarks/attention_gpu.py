@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,20 +132,13 @@ def time_backward(lengths: list[int], beside: Beside) -> list[dict]:
   return rows
 
 
-def _compare(versions: list[Callable], arguments: list[tuple]) -> float:
-  """How much longer the second takes than the first, as the clock drifts: in turns, many times."""
-  ratios = []
-  for i in range(150):
-    times = {}
-    for j in (0, 1) if i % 2 else (1, 0):  # Neither is always the first.
-      times[j] = seconds(versions[j], *arguments[j], budget=0.012, repeats=1)
-    ratios.append(times[1] / times[0])
-  return statistics.median(ratios) - 1
-
-
 def _inputs(length: int, head_dim: int, num_q_heads: int, num_kv_heads: int) -> list[jax.Array]:
   cell = Cell("full", AttentionMask.full(length), head_dim, num_q_heads, num_kv_heads)
   return jax_passes.inputs(cell)
+
+
+def _percent(cost: float, error: float) -> str:
+  return f"{100 * cost:+.2f}% +- {100 * error:.2f}%"
 
 
 def time_traced_masks(length: int = 2048) -> list[dict]:
@@ -167,9 +159,10 @@ def time_traced_masks(length: int = 2048) -> list[dict]:
       mask = MASKS[name](length)
       on_device = jax.device_put(mask)
       versions = [jax.jit(functools.partial(chain, mask=mask)), jax.jit(chain)]
-      cost = _compare(versions, [tuple(operands), (*operands, on_device)])
-      rows.append({"head_dim": model[0], "length": length, "mask": name, "traced_cost": cost})
-      print(f"  {model[0]:4} {length:6} {name:14} {100 * cost:+.2f}%", flush=True)
+      cost, error = timing.extra_cost(versions, [tuple(operands), (*operands, on_device)])
+      row = {"head_dim": model[0], "length": length, "mask": name}
+      rows.append(row | {"traced_cost": cost, "standard_error": error})
+      print(f"  {model[0]:4} {length:6} {name:14} {_percent(cost, error)}", flush=True)
   return rows
 
 
@@ -187,9 +180,10 @@ def time_max_logits(lengths: list[int]) -> list[dict]:
         return out, meta.max_logits
 
       versions = [jax.jit(functools.partial(fun, asked=asked)) for asked in (False, True)]
-      cost = _compare(versions, [operands, operands])
-      rows.append({"length": length, "mask": name, "max_logits_cost": cost})
-      print(f"  {length:6} {name:14} {100 * cost:+.2f}%", flush=True)
+      cost, error = timing.extra_cost(versions, [operands, operands])
+      row = {"length": length, "mask": name, "max_logits_cost": cost, "standard_error": error}
+      rows.append(row)
+      print(f"  {length:6} {name:14} {_percent(cost, error)}", flush=True)
   return rows
 
 

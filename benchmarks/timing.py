@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+# How often `extra_cost` times each of two functions, twice.
+NUM_TURNS = 200
 
 
 def seconds(
@@ -30,3 +33,29 @@ def seconds(
     jax.block_until_ready(result)
     times.append((time.perf_counter() - start) / count)
   return statistics.median(times)
+
+
+def extra_cost(
+  funs: Sequence[Callable], arguments: Sequence[tuple], budget: float = 0.008
+) -> tuple[float, float]:
+  """By how much the second of two jitted functions takes longer, and the standard error of that.
+
+  They have turns of `budget` seconds, first, second, second, first, or the other way round: a clock
+  that drifts evenly favours neither. Each turn has as many calls as any other.
+  """
+  once = [seconds(fun, *args, budget=budget) for fun, args in zip(funs, arguments, strict=True)]
+  count = max(1, int(budget / max(once)))
+  ratios = []
+  for i in range(NUM_TURNS):
+    times = [0.0, 0.0]
+    for j in (0, 1, 1, 0) if i % 2 else (1, 0, 0, 1):
+      start = time.perf_counter()
+      for _ in range(count):
+        result = funs[j](*arguments[j])
+      jax.block_until_ready(result)
+      times[j] += time.perf_counter() - start
+    ratios.append(times[1] / times[0])
+  ratio = statistics.median(ratios)
+  # Of a median, from the median deviation, as a few turns are far off.
+  deviation = 1.4826 * statistics.median(abs(x - ratio) for x in ratios)
+  return ratio - 1, 1.2533 * deviation / NUM_TURNS**0.5

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_magi
 from benchmarks import __main__ as command
+from benchmarks import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,3 +55,16 @@ def test_unknown_parts_are_an_error(capsys):
   with pytest.raises(SystemExit):
     command.main(["attentoin"])
   assert "PART must be one of attention, softmax" in capsys.readouterr().err
+
+
+def test_extra_cost_is_that_of_the_second(monkeypatch):
+  monkeypatch.setattr(timing, "NUM_TURNS", 9)
+
+  def product(x):
+    return x @ x
+
+  once, twice = jax.jit(product), jax.jit(lambda x: product(product(x)))
+  x = jnp.ones((512, 512))
+  cost, error = timing.extra_cost([once, twice], [(x,), (x,)], budget=0.004)
+  assert cost > 0.4 and 0 <= error < cost
+  assert timing.extra_cost([twice, once], [(x,), (x,)], budget=0.004)[0] < -0.2

@@ -277,17 +277,15 @@ class MaskConstructors:
       raise ValueError(f"answer_lens must not be negative, but one is {answers.min()}")
     question_len = check_length("question_len", question_len)
     bounds = question_len + np.concatenate([[0], np.cumsum(answers)])
-    # The question and the first answer are one causal text; all others see the question. A slice
-    # for each answer's question would be the same, in more pieces.
-    first_end, length = int(bounds[:2][-1]), int(bounds[-1])
-    others = np.stack([bounds[1:-1], bounds[2:]], axis=1)
-    return cls.from_ranges(
-      np.concatenate([[[0, first_end], [first_end, length]], others]),
-      np.concatenate([[[0, first_end], [0, question_len]], others]),
-      [MaskType.CAUSAL, MaskType.FULL] + [MaskType.CAUSAL] * len(others),
-      q_len=length,
-      k_len=length,
-    )
+    length = check_length("question_len and answer_lens together", int(bounds[-1]))
+    own = np.stack([bounds[:-1], bounds[1:]], axis=1)
+    # All tokens see the question up to themselves, in one slice. Its pieces, as causal ranges of
+    # the question and full ones of the answers, would be the same to more tiles.
+    q_ranges = np.concatenate([[[0, length]], own])
+    k_ranges = np.concatenate([[[0, question_len]], own])
+    bands = np.broadcast_to([-UNBOUNDED, 0], q_ranges.shape)
+    slices = np.concatenate([q_ranges, k_ranges, bands], axis=1)
+    return cls(slices.astype(np.int32), length, length)
 
 
 def _segment_slices(
