@@ -157,9 +157,12 @@ def time_traced_masks(length: int = 2048) -> list[dict]:
     operands = _inputs(length, *model)
     for name in ("full", "causal", "varlen_causal"):
       mask = MASKS[name](length)
-      on_device = jax.device_put(mask)
-      versions = [jax.jit(functools.partial(chain, mask=mask)), jax.jit(chain)]
-      cost, error = timing.extra_cost(versions, [tuple(operands), (*operands, on_device)])
+
+      def chain_of_constant(q, k, v, _, mask=mask):
+        return chain(q, k, v, mask)
+
+      versions = [jax.jit(chain_of_constant), jax.jit(chain)]
+      cost, error = timing.extra_cost(versions, *operands, jax.device_put(mask))
       row = {"head_dim": model[0], "length": length, "mask": name}
       rows.append(row | {"traced_cost": cost, "standard_error": error})
       print(f"  {model[0]:4} {length:6} {name:14} {_percent(cost, error)}", flush=True)
@@ -170,7 +173,7 @@ def time_max_logits(lengths: list[int]) -> list[dict]:
   """Cost of return_max_logits=True, on and off in turns."""
   rows = []
   for length in lengths:
-    operands = tuple(_inputs(length, *MODELS[0]))
+    operands = _inputs(length, *MODELS[0])
     for name in ("full", "causal", "varlen_full", "varlen_causal"):
       mask = MASKS[name](length)
 
@@ -180,7 +183,7 @@ def time_max_logits(lengths: list[int]) -> list[dict]:
         return out, meta.max_logits
 
       versions = [jax.jit(functools.partial(fun, asked=asked)) for asked in (False, True)]
-      cost, error = timing.extra_cost(versions, [operands, operands])
+      cost, error = timing.extra_cost(versions, *operands)
       row = {"length": length, "mask": name, "max_logits_cost": cost, "standard_error": error}
       rows.append(row)
       print(f"  {length:6} {name:14} {_percent(cost, error)}", flush=True)

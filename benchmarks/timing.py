@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 # How often `extra_cost` times each of two functions, twice.
-NUM_TURNS = 200
+NUM_TURNS = 50
 
 
 def seconds(
@@ -36,22 +39,27 @@ def seconds(
 
 
 def extra_cost(
-  funs: Sequence[Callable], arguments: Sequence[tuple], budget: float = 0.008
+  funs: Sequence[Callable], *arguments: Any, budget: float = 0.04
 ) -> tuple[float, float]:
   """By how much the second of two jitted functions takes longer, and the standard error of that.
 
   They have turns of `budget` seconds, first, second, second, first, or the other way round: a clock
-  that drifts evenly favours neither. Each turn has as many calls as any other.
+  that drifts evenly favours neither. All turns have as many calls, enough to hide the host's part.
+  Where arrays lie makes a difference of its own, so they lie elsewhere every time.
   """
-  once = [seconds(fun, *args, budget=budget) for fun, args in zip(funs, arguments, strict=True)]
-  count = max(1, int(budget / max(once)))
+  count = max(1, int(budget / max(seconds(fun, *arguments, budget=budget) for fun in funs)))
+  random = np.random.default_rng(0)
+  spacers: collections.deque[jax.Array] = collections.deque(maxlen=4)
   ratios = []
   for i in range(NUM_TURNS):
+    spacers.append(jnp.zeros(int(random.integers(1, 64)) << 20, jnp.int8))
+    arguments = jax.tree.map(jnp.copy, arguments)
+    jax.block_until_ready([fun(*arguments) for fun in funs])
     times = [0.0, 0.0]
     for j in (0, 1, 1, 0) if i % 2 else (1, 0, 0, 1):
       start = time.perf_counter()
       for _ in range(count):
-        result = funs[j](*arguments[j])
+        result = funs[j](*arguments)
       jax.block_until_ready(result)
       times[j] += time.perf_counter() - start
     ratios.append(times[1] / times[0])

@@ -65,6 +65,6 @@ def test_extra_cost_is_that_of_the_second(monkeypatch):
 
   once, twice = jax.jit(product), jax.jit(lambda x: product(product(x)))
   x = jnp.ones((512, 512))
-  cost, error = timing.extra_cost([once, twice], [(x,), (x,)], budget=0.004)
+  cost, error = timing.extra_cost([once, twice], x, budget=0.004)
   assert cost > 0.4 and 0 <= error < cost
-  assert timing.extra_cost([twice, once], [(x,), (x,)], budget=0.004)[0] < -0.2
+  assert timing.extra_cost([twice, once], x, budget=0.004)[0] < -0.2
