@@ -265,6 +265,11 @@ def as_ranges(mask: AttentionMask) -> tuple[list, list, list]:
       rows.append((q_begin, q_end, k_begin, k_end, MaskType.FULL))
     elif lo <= -unbounded and is_causal:
       rows.append((q_begin, q_end, k_begin, k_end, MaskType.CAUSAL))
+    elif lo <= -unbounded and q_begin < k_end - hi < q_end:
+      # Rows from `cut` on see all keys.
+      cut = k_end - hi
+      rows.append((q_begin, cut, k_begin, k_end, MaskType.CAUSAL))
+      rows.append((cut, q_end, k_begin, k_end, MaskType.FULL))
     elif hi >= unbounded and is_inverse:
       rows.append((q_begin, q_end, k_begin, k_end, MaskType.INV_CAUSAL))
     elif is_causal and is_inverse:
