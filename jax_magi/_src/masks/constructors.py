@@ -279,8 +279,8 @@ class MaskConstructors:
     bounds = question_len + np.concatenate([[0], np.cumsum(answers)])
     length = check_length("question_len and answer_lens together", int(bounds[-1]))
     own = np.stack([bounds[:-1], bounds[1:]], axis=1)
-    # All tokens see the question up to themselves, in one slice. Its pieces, as causal ranges of
-    # the question and full ones of the answers, would be the same to more tiles.
+    # All tokens see the question up to themselves: one slice. Cut where answers begin, it would be
+    # met in more blocks.
     q_ranges = np.concatenate([[[0, length]], own])
     k_ranges = np.concatenate([[[0, question_len]], own])
     bands = np.broadcast_to([-UNBOUNDED, 0], q_ranges.shape)
