@@ -16,6 +16,15 @@ import numpy as np
 NUM_TURNS = 50
 
 
+def _in_a_row(fun: Callable, arguments: Sequence[Any], count: int) -> float:
+  """Seconds for `count` calls back to back, until the last one's result is there."""
+  start = time.perf_counter()
+  for _ in range(count):
+    result = fun(*arguments)
+  jax.block_until_ready(result)
+  return time.perf_counter() - start
+
+
 def seconds(
   fun: Callable, *arguments: Any, budget: float = 0.0, min_calls: int = 1, repeats: int = 5
 ) -> float:
@@ -25,17 +34,8 @@ def seconds(
   host; at least `min_calls`.
   """
   jax.block_until_ready(fun(*arguments))  # Compiles.
-  start = time.perf_counter()
-  jax.block_until_ready(fun(*arguments))
-  count = max(min_calls, int(budget / (time.perf_counter() - start)))
-  times = []
-  for _ in range(repeats):
-    start = time.perf_counter()
-    for _ in range(count):
-      result = fun(*arguments)
-    jax.block_until_ready(result)
-    times.append((time.perf_counter() - start) / count)
-  return statistics.median(times)
+  count = max(min_calls, int(budget / _in_a_row(fun, arguments, 1)))
+  return statistics.median(_in_a_row(fun, arguments, count) / count for _ in range(repeats))
 
 
 def extra_cost(
@@ -57,11 +57,7 @@ def extra_cost(
     jax.block_until_ready([fun(*arguments) for fun in funs])
     times = [0.0, 0.0]
     for j in (0, 1, 1, 0) if i % 2 else (1, 0, 0, 1):
-      start = time.perf_counter()
-      for _ in range(count):
-        result = funs[j](*arguments)
-      jax.block_until_ready(result)
-      times[j] += time.perf_counter() - start
+      times[j] += _in_a_row(funs[j], arguments, count)
     ratios.append(times[1] / times[0])
   ratio = statistics.median(ratios)
   # Of a median, from the median deviation, as a few turns are far off.
