@@ -161,7 +161,7 @@ def time_traced_masks(length: int = 2048) -> list[dict]:
       def chain_of_constant(q, k, v, _, mask=mask):
         return chain(q, k, v, mask)
 
-      versions = [jax.jit(chain_of_constant), jax.jit(chain)]
+      versions = [chain_of_constant, chain]
       cost, error = timing.extra_cost(versions, *operands, jax.device_put(mask))
       row = {"head_dim": model[0], "length": length, "mask": name}
       rows.append(row | {"traced_cost": cost, "standard_error": error})
@@ -182,7 +182,7 @@ def time_max_logits(lengths: list[int]) -> list[dict]:
         out, meta = jax_magi.attention(q, k, v, mask, **options)
         return out, meta.max_logits
 
-      versions = [jax.jit(functools.partial(fun, asked=asked)) for asked in (False, True)]
+      versions = [functools.partial(fun, asked=asked) for asked in (False, True)]
       cost, error = timing.extra_cost(versions, *operands)
       row = {"length": length, "mask": name, "max_logits_cost": cost, "standard_error": error}
       rows.append(row)
