@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# How often `extra_cost` times each of two functions, twice.
-NUM_TURNS = 30
+# How many programs `extra_cost` makes of each of two functions, and how often it times them, twice.
+NUM_PROGRAMS, NUM_TURNS = 9, 45
 
 
 def _in_a_row(fun: Callable, arguments: Sequence[Any], count: int) -> float:
@@ -46,27 +46,30 @@ def extra_cost(
 
   They have turns of `budget` seconds, first, second, second, first, or the other way round: a clock
   that drifts evenly favours neither. All turns have as many calls, enough to hide the host's part.
-  Where arrays and programs lie makes a difference of its own, up to a percent between two programs
-  of one function: so both are made anew every time.
+  Where arrays and programs lie makes a difference of its own, up to half a percent between two
+  programs of one function: arrays lie elsewhere every time, and there are several programs of each.
   """
   random = np.random.default_rng(0)
   spacers: collections.deque[jax.Array] = collections.deque(maxlen=4)
-  count = 0
-  ratios = []
-  for i in range(NUM_TURNS):
-    turns = (0, 1, 1, 0) if i % 2 else (1, 0, 0, 1)
+
+  def move(arguments):
     spacers.append(jnp.zeros(int(random.integers(1, 64)) << 20, jnp.int8))
-    arguments = jax.tree.map(jnp.copy, arguments)
-    programs = {j: jax.jit(functools.partial(funs[j])) for j in turns}
-    jax.block_until_ready([program(*arguments) for program in programs.values()])
-    if not count:
-      slowest = max(seconds(program, *arguments, budget=budget) for program in programs.values())
-      count = max(1, int(budget / slowest))
+    return jax.tree.map(jnp.copy, arguments)
+
+  pairs = [[jax.jit(functools.partial(fun)) for fun in funs] for _ in range(NUM_PROGRAMS)]
+  slowest = 0.0
+  for i, pair in enumerate(pairs):
+    arguments = move(arguments)
+    for program in pair if i % 2 else reversed(pair):  # Compiles.
+      slowest = max(slowest, seconds(program, *arguments, budget=budget / 4))
+  count = max(1, int(budget / slowest))
+  ratios: list[list[float]] = [[] for _ in pairs]
+  for i in range(NUM_TURNS):
+    arguments, pair = move(arguments), pairs[i % NUM_PROGRAMS]
+    jax.block_until_ready([program(*arguments) for program in pair])
     times = [0.0, 0.0]
-    for j in turns:
-      times[j] += _in_a_row(programs[j], arguments, count)
-    ratios.append(times[1] / times[0])
-  ratio = statistics.median(ratios)
-  # Of a median, from the median deviation, as a few turns are far off.
-  deviation = 1.4826 * statistics.median(abs(x - ratio) for x in ratios)
-  return ratio - 1, 1.2533 * deviation / NUM_TURNS**0.5
+    for j in (0, 1, 1, 0) if i % 2 else (1, 0, 0, 1):
+      times[j] += _in_a_row(pair[j], arguments, count)
+    ratios[i % NUM_PROGRAMS].append(times[1] / times[0])
+  costs = [statistics.median(x) - 1 for x in ratios]  # A few turns are far off.
+  return statistics.mean(costs), statistics.stdev(costs) / NUM_PROGRAMS**0.5
