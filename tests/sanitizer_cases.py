@@ -122,6 +122,10 @@ def _cases():
       f"attention-{dims[0]}-{dims[1]}-alone",
       functools.partial(_attention, dims, AttentionMask.causal(300, 400), False, sm_margin=131),
     )
+    yield (  # Tiles that are cut along their keys.
+      f"attention-{dims[0]}-{dims[1]}-parts",
+      functools.partial(_attention, dims, AttentionMask.full(130, 1300), False),
+    )
     if dims in [(64, 64), (128, 128)]:  # Two blocks of threads that share tiles of keys.
       yield (
         f"attention-{dims[0]}-{dims[1]}-clusters",

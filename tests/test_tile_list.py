@@ -32,6 +32,7 @@ def _tiles(mask, **call):
   assert words[0, 0] == len(words) - 1
   batch, begin, num_rows, num_blocks = words[1:, :4].T
   assert (batch == 0).all()
+  assert words[0, 1] == num_blocks[-1]
   return begin, num_rows, num_blocks
 
 
@@ -221,6 +222,19 @@ def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
   else:  # Uneven tiles: those of one wave would end with the heaviest.
     assert parts == 6 or num_tiles * parts > 132
   assert parts == 1 or num_tiles < 8 * 132, "with plenty of tiles, sums are in vain"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_parts_of_keys_have_room_where_there_may_be_any(head_dim):
+  """As much for any number of heads: 264 parts of 128 or 192 rows, in float32."""
+  rows = 192 if head_dim == 64 else 128
+  for num_kv_heads in (1, 8):
+    options = {"is_backward": False, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
+    small, large = (
+      hopper_needs(AttentionMask.full(n), **options).workspace_bytes for n in (64, 8192)
+    )
+    assert small < 1024
+    assert 264 * rows * head_dim * 4 < large < 1.2 * 264 * rows * head_dim * 4 + 2**20
 
 
 def test_parts_depend_on_the_mask():

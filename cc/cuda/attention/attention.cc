@@ -6,6 +6,7 @@
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
 #include "cc/cuda/attention/dq_order.h"
+#include "cc/cuda/attention/key_parts.h"
 #include "cc/cuda/attention/term_gradients.h"
 #include "cc/cuda/attention/tile_plan.h"
 #include "cutlass/numeric_types.h"
@@ -149,12 +150,20 @@ int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t h
          StatisticsBytes(shape) + static_cast<int64_t>(sizeof(WorkCounter));
 }
 
+template <typename Entry>
+CallLayout ForwardLayout(const Entry& entry, const AttentionShape& shape, const Tiling& tiling) {
+  const int num_consumers = entry.head_dim == 64 ? 3 : 2;  // At most.
+  return {tiling,
+          static_cast<int64_t>(sizeof(WorkCounter)) +
+              KeyPartsBytes(shape, tiling, num_consumers, static_cast<int>(entry.value_dim))};
+}
+
 CallLayout LayoutWithTerms(const AttentionCall& call) {
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
     const ForwardTermsEntry* entry = Find(kForwardTerms, shape, call.dtype);
     if (entry == nullptr) return {};
-    return {entry->tiling(shape), sizeof(WorkCounter)};
+    return ForwardLayout(*entry, shape, entry->tiling(shape));
   }
   const BackwardTermsEntry* entry = Find(kBackwardTerms, shape, call.dtype);
   if (entry == nullptr) return {};
@@ -171,7 +180,7 @@ CallLayout LayoutOf(const AttentionCall& call) {
   if (!call.is_backward) {
     const ForwardEntry* entry = Find(kForward, shape, call.dtype);
     if (entry == nullptr) return {};
-    return {entry->tiling(shape, call.has_softcap), sizeof(WorkCounter)};
+    return ForwardLayout(*entry, shape, entry->tiling(shape, call.has_softcap));
   }
   const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
   if (entry == nullptr) return {};

@@ -18,8 +18,8 @@ struct BackwardProducer {
   __device__ __forceinline__ void Run() {
     if constexpr (kClusterSize > 1) {
       ForEachWork(
-          params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
-          [&] { shared.work.Next(params.work, lane, shared.item); });
+          params.work, lane, shared.item, blockIdx.x / kClusterSize, WholeWork(),
+          [&] { LoadTile(); }, [&] { shared.work.Next(params.work, lane, shared.item); });
     } else {
       RunAlone();
     }
@@ -40,7 +40,7 @@ struct BackwardProducer {
       if (lane == 0) first = NextWork();
     }
     ForEachWork(
-        params.work, lane, shared.item, first, [&] { LoadTile(); },
+        params.work, lane, shared.item, first, WholeWork(), [&] { LoadTile(); },
         [&] {
           if (lane == 0) shared.item.number = NextWork();
         });

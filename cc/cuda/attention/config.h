@@ -58,6 +58,7 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall
   // On their way to registers, queries take a stage of the values' ring, and have none of their
   // own.
   static constexpr bool kQueriesByValues = false;
+  static constexpr bool kCutsKeys = true;  // See key_parts.h.
   // Blocks of threads that work on the same rows of several query heads of a kv head, and load a
   // part of its keys and values each, for all of them: a panel.
   static constexpr int kClusterSize = kClusterSize_;

@@ -1,10 +1,10 @@
 // The Hopper forward kernel: one block of threads finishes one (query tile, head) at a time, over
-// all slices that touch it.
+// all slices that touch it; in the last round, it may be a part of its keys (key_parts.h).
 //
 // One producer warp walks the slices and streams key tiles ("blocks") through a ring of shared
 // memory, each with what the mask hides in it; consumer warpgroups hold 64 query rows each, and
-// know nothing of slices. Blocks of threads share nothing but a work counter and, in a cluster, the
-// loads of keys and values, so the result is deterministic.
+// know nothing of slices. Blocks of threads share nothing but a work counter, in a cluster the
+// loads of keys and values, and parts, which are added in order: the result is deterministic.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
@@ -71,12 +71,12 @@ struct Consumer {
         const TermsTileInfo& tile = shared.tile[TileSlot<Config>(q_ring)];
         if (tile.num_blocks < 0) return;
         Compute(tile);
-        if (tile.num_rows > 0) Store(tile);
+        if (tile.num_rows > 0 && IsWhole(tile)) Store(tile);
       } else {
         const TileInfo tile = shared.tile[q_ring.stage];
         if (tile.num_blocks < 0) return;
         Compute(tile);
-        if (tile.num_rows > 0) Store(tile);
+        if (tile.num_rows > 0 && IsWhole(tile)) Store(tile);
       }
     }
   }
@@ -248,6 +248,20 @@ struct Consumer {
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] *= correction[i / 2 % 2];
   }
 
+  // Whether all of the tile's sums are here: of a part, if the others are done.
+  __device__ __forceinline__ bool IsWhole(const TileInfo& tile) {
+    if constexpr (!Config::kCutsKeys) return true;
+    // By a shuffle, here and below: with branches that may differ between lanes, ptxas schedules
+    // the main loop badly.
+    const int part = __shfl_sync(~0u, tile.part, 0);
+    if (part == 0) return true;
+    WaitForPreviousKernel();  // It resets the counters, and may use the workspace.
+    const PartJoiner<Config> joiner{params.parts, part, warpgroup, thread};
+    if (__shfl_sync(~0u, joiner.Leave(acc, state), 0) == 0) return false;
+    joiner.Join(acc, state);
+    return true;
+  }
+
   // --- Epilogue: straight from registers to memory ---
 
   __device__ __forceinline__ void Store(const TileInfo& tile) {
@@ -313,9 +327,9 @@ struct Consumer {
     const float scale = Config::kHasTerms ? 1.0f : params.softmax_scale;
     const float value = isnan(largest) ? __int_as_float(0x7fc00000) : largest * scale + 0.0f;
     if (!(value < 0.0f)) {
-      atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
+      RaiseTo(reinterpret_cast<int32_t*>(destination), __float_as_int(value));
     } else {
-      atomicMin(reinterpret_cast<unsigned*>(destination), __float_as_uint(value));
+      LowerTo(reinterpret_cast<uint32_t*>(destination), __float_as_uint(value));
     }
   }
 };

@@ -39,7 +39,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
   auto* counter = static_cast<WorkCounter*>(options.workspace);
-  JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, args.max_logits, options.stream));
+  const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
+  JAX_MAGI_RETURN_IF_BAD(
+      ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0, args.max_logits, options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
@@ -74,6 +76,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.out = args.out;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
+  params.parts.counters = reinterpret_cast<int32_t*>(counter + 1);
+  params.parts.parts =
+      may_cut ? reinterpret_cast<float4*>(params.parts.counters + kMaxPartCounters) : nullptr;
   if constexpr (Config::kHasTerms) {
     params.is_out_float = args.out_dtype == DType::kF32;
     params.terms = TermsOf(args);
@@ -88,7 +93,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
   return LaunchPersistent<ForwardKernel<Config>, Config::kClusterSize>(
       params, Config::kNumThreads, kSharedBytes,
-      MaxTiles(shape, tiling) * params.work.num_repeats * num_packs, options);
+      MaxTiles(shape, tiling) * params.work.num_repeats * num_packs *
+          (may_cut ? kMaxPartsOfTile : 1),
+      options);
 }
 
 // Whether tiles of 128 rows are at least as good as such of 192. Neither batch nor heads count:

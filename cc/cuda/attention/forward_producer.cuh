@@ -20,12 +20,15 @@ struct Producer {
   RingPosition<Config::kBiasStages> bias_ring;
 
   __device__ __forceinline__ void Run() {
+    if constexpr (Config::kCutsKeys) {
+      shared.parts.Start(params.work, params.parts.parts != nullptr, lane);
+    }
     if constexpr (kClusterSize == 1) {
-      ForEachWork(params.work, lane, shared.item, [&] { LoadTile(); });
+      ForEachWork(params.work, lane, shared.item, shared.parts, [&] { LoadTile(); });
     } else {
       ForEachWork(
-          params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
-          [&] { shared.work.Next(params.work, lane, shared.item); });
+          params.work, lane, shared.item, blockIdx.x / kClusterSize, shared.parts,
+          [&] { LoadTile(); }, [&] { shared.work.Next(params.work, lane, shared.item); });
     }
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
@@ -68,7 +71,8 @@ struct Producer {
             slopes == nullptr ? 0.0f : slopes[int64_t{tile.batch} * params.num_q_heads + head];
       }
       static_cast<TileInfo&>(shared.tile[slot]) = {
-          tile.batch, head, num_heads, log2_pack, tile.begin, tile.num_rows, tile.num_blocks};
+          tile.batch, head,          num_heads,       log2_pack,
+          tile.begin, tile.num_rows, tile.num_blocks, Config::kCutsKeys ? shared.item.part : 0};
       if (!Config::kQueriesByValues && tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
 #pragma unroll
@@ -117,16 +121,15 @@ struct Producer {
 
   __device__ __forceinline__ void LoadBlocks() {
     const Tile& tile = shared.item.tile;
-    int remaining = tile.num_blocks;
+    int number = Config::kCutsKeys ? -shared.item.skipped : 0;  // Of the block, in this part.
     int v_row = 0;  // v follows k by one block: scores come first.
     constexpr bool kAlignsEnd = Config::kHasTerms;
     const auto load = [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
-      for (; keys.begin < keys.end; keys.end -= Config::kBlockN) {
-        const bool is_first = remaining == tile.num_blocks;
-        --remaining;
-        LoadKeys(slice, keys.end - Config::kBlockN, remaining == 0);
-        if (!is_first) LoadValues(v_row);
+      for (; keys.begin < keys.end; keys.end -= Config::kBlockN, ++number) {
+        if (number < 0 || number >= tile.num_blocks) continue;
+        LoadKeys(slice, keys.end - Config::kBlockN, number + 1 == tile.num_blocks);
+        if (number > 0) LoadValues(v_row);
         v_row = keys.end - Config::kBlockN;
       }
     };

@@ -6,6 +6,7 @@
 #include "cc/attention.h"
 #include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/key_parts.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 #include "cc/cuda/attention/score_terms.cuh"
 
@@ -36,6 +37,7 @@ struct ForwardParams {
   const float* sink;
   void* out;
   float *lse, *max_logits;
+  PartsParams parts;
 };
 
 // The same, of a call with terms.
@@ -72,6 +74,7 @@ struct ForwardBias<Config, true> {
 // One query tile of one head, or of several packed. num_blocks < 0: no more work.
 struct alignas(16) TileInfo {
   int32_t batch, head, num_heads, log2_pack, begin, num_rows, num_blocks;
+  int32_t part;  // As WorkItem says.
 };
 struct TermsTileInfo : TileInfo {
   float slope;  // 0 where there are none.
@@ -99,6 +102,7 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   BlockInfo block[kKStages];
   TileInfoOf<Config> tile[Config::kHasTerms ? 2 : kQStages];
   WorkItem item;  // The producer's own.
+  std::conditional_t<Config::kCutsKeys, KeyParts<Config::kClusterSize>, WholeWork> parts;
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t q_full[kQStages], q_empty[kQStages];

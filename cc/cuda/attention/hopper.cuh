@@ -275,6 +275,25 @@ __device__ __forceinline__ void AddToCounter(int32_t* counter, int32_t x) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
 
+// The larger, or the smaller, of both, without a reply: nvcc would wait for that of an atomicMax in
+// a kernel that has AddInOrder.
+__device__ __forceinline__ void RaiseTo(int32_t* address, int32_t x) {
+  asm volatile("red.relaxed.gpu.global.max.s32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void LowerTo(uint32_t* address, uint32_t x) {
+  asm volatile("red.relaxed.gpu.global.min.u32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
+}
+
+// Returns what it was. It is a release and an acquire.
+__device__ __forceinline__ int32_t AddInOrder(int32_t* counter, int32_t x) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(x)
+               : "memory");
+  return before;
+}
+
 // --- Named barriers ---
 
 __device__ __forceinline__ void NamedSync(int id, int num_threads) {
@@ -284,6 +303,22 @@ __device__ __forceinline__ void NamedSync(int id, int num_threads) {
 // Counts for the barrier, without waiting.
 __device__ __forceinline__ void NamedArrive(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
+// The same as NamedSync. Returns whether any thread says so.
+__device__ __forceinline__ bool NamedAny(int id, int num_threads, bool mine) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.s32 mine, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(num_threads), "r"(static_cast<int>(mine))
+      : "memory");
+  return any;
 }
 
 // Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of column l % 8 of

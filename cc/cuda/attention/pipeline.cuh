@@ -105,25 +105,37 @@ struct WorkItem {
   int32_t head;                   // That is being worked on.
   int32_t remaining;              // Blocks, of all heads.
   uint32_t num_done;              // Tiles before this one.
+  int32_t skipped;                // Blocks of the tile that come before this part's.
+  int32_t part;                   // The tile's number of parts << 16 | the part's number; 0: whole.
+};
+
+// Work whose numbers are its own, as nothing of it is cut: see KeyParts.
+struct WholeWork {
+  __device__ __forceinline__ bool Has(uint32_t number, const WorkParams& params, int) const {
+    return number < params.list->num_tiles * params.work_per_tile;
+  }
+  __device__ __forceinline__ uint32_t WorkOf(uint32_t number) const { return number; }
+  __device__ __forceinline__ void Cut(WorkItem&) const {}
 };
 
 // Calls load() for the work of this block of threads, which it finds in `item`: number `first`,
 // then what next() sets. For one warp.
-template <typename Load, typename Next>
+template <typename Parts, typename Load, typename Next>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
-                                            uint32_t first, Load load, Next next) {
+                                            uint32_t first, Parts&& parts, Load load, Next next) {
   if (!params.is_ready) WaitForPreviousKernel();
   if (lane == 0) {
     item.number = first;
     item.num_done = 0;
   }
   __syncwarp();
-  while (item.number < params.list->num_tiles * params.work_per_tile) {
+  while (parts.Has(item.number, params, lane)) {
     // Sections one after the other; in each, packs of heads side by side.
     const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
-    uint32_t index = item.number % per_section;
+    const uint32_t number = parts.WorkOf(item.number);
+    uint32_t index = number % per_section;
     const uint32_t pack =
-        item.number / per_section * params.packs_per_section + index % params.packs_per_section;
+        number / per_section * params.packs_per_section + index % params.packs_per_section;
     index /= params.packs_per_section;
     if (lane == 0) {
       const Tile* tile = params.list->tiles() + index / params.num_repeats;
@@ -133,6 +145,7 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
       }
       item.pack = pack;
       item.tile.batch += index % params.num_repeats;
+      parts.Cut(item);
     }
     __syncwarp();
     load();
@@ -146,10 +159,10 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
 }
 
 // The same, where each block of threads works for itself.
-template <typename Load>
+template <typename Parts, typename Load>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
-                                            Load load) {
-  ForEachWork(params, lane, item, blockIdx.x, load, [&] {
+                                            Parts&& parts, Load load) {
+  ForEachWork(params, lane, item, blockIdx.x, parts, load, [&] {
     if (lane == 0) item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
   });
 }

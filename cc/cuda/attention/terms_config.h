@@ -29,6 +29,7 @@ struct ForwardTermsConfig
   // So many of a block's eight reads of it come before the wait for scores; more would cost
   // registers that the loop needs.
   static constexpr int kBiasAhead = kIsBiasAlone ? 4 : 0;
+  static constexpr bool kCutsKeys = kTerms != Terms::kAny;  // There are no registers for it.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kQStages = 1;
   static constexpr int kKStages = (kHeadDim_ == 64 ? 3 : 2) + !kHasBiasBlocks;

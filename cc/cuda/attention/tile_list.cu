@@ -77,9 +77,12 @@ __device__ void LetKernelsOverlap() {
   LetNextKernelStart();
 }
 
-__global__ void ResetKernel(WorkCounter* counter, float* max_logits, int num_max_logits) {
+__global__ void ResetKernel(WorkCounter* counter, int num_part_counters, float* max_logits,
+                            int num_max_logits) {
   LetKernelsOverlap();
   for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
+  auto* part_counters = reinterpret_cast<int32_t*>(counter + 1);
+  for (int i = threadIdx.x; i < num_part_counters; i += blockDim.x) part_counters[i] = 0;
   if (threadIdx.x == 0) counter->next_work = counter->next_hidden = 0;
 }
 
@@ -147,6 +150,7 @@ __global__ void __launch_bounds__(kThreads)
       __syncthreads();
     }
     if (is_tile) list->tiles()[tile.index] = tile;
+    if (is_tile && tile.index == num_tiles - 1) list->least_blocks = tile.num_blocks;
   }
 }
 
@@ -165,9 +169,10 @@ Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Sli
   return {};
 }
 
-Status ResetWork(const AttentionShape& shape, WorkCounter* counter, float* max_logits,
-                 cudaStream_t stream) {
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(ResetKernel, 1, 128, 0, stream, counter, max_logits,
+Status ResetWork(const AttentionShape& shape, WorkCounter* counter, int num_part_counters,
+                 float* max_logits, cudaStream_t stream) {
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(ResetKernel, 1, 128, 0, stream, counter,
+                                            num_part_counters, max_logits,
                                             static_cast<int>(shape.batch * shape.num_q_heads)));
   return {};
 }

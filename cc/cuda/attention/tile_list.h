@@ -32,7 +32,8 @@ struct alignas(32) Tile {
 // The tiles follow.
 struct alignas(32) TileList {
   int32_t num_tiles;
-  int32_t padding[7];
+  int32_t least_blocks;  // Of the last tile.
+  int32_t padding[6];
 
   JAX_MAGI_INLINE const Tile* tiles() const { return reinterpret_cast<const Tile*>(this + 1); }
   JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
@@ -56,7 +57,7 @@ struct Tiling {
 
   // Tells lists of this tiling from others: programs may outlive the build that made their list.
   int32_t stamp() const {
-    constexpr int32_t kVersion = 3;  // To be raised when TileList or Tile changes its meaning.
+    constexpr int32_t kVersion = 4;  // To be raised when TileList or Tile changes its meaning.
     return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + aligns_keys * 512 + num_columns;
   }
   // The one with this stamp, if it is of this build: else its own is another.
@@ -110,9 +111,9 @@ JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool 
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                     TileList* list, cudaStream_t stream);
 
-// Resets the counter, and fills max_logits with -inf.
-Status ResetWork(const AttentionShape& shape, WorkCounter* counter, float* max_logits,
-                 cudaStream_t stream);
+// Resets the counter and those of parts, which follow it, and fills max_logits with -inf.
+Status ResetWork(const AttentionShape& shape, WorkCounter* counter, int num_part_counters,
+                 float* max_logits, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

@@ -1,0 +1,165 @@
+// What the forward kernel's producer and consumers do about key_parts.h.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_CUH_
+
+#include "cc/cuda/attention/key_parts.h"
+#include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/pipeline.cuh"
+
+namespace jax_magi::cuda {
+
+// Where parts lie in the workspace: none where there is none.
+struct PartsParams {
+  int32_t* counters;
+  float4* parts;
+};
+
+// Which work is cut, in shared memory: the producer's own.
+template <int kClusterSize>
+struct KeyParts {
+  uint32_t first;     // Number of the first part; work before it is whole.
+  uint32_t end;       // That of all.
+  uint32_t per_tile;  // 0: not known yet.
+
+  // For one warp.
+  __device__ __forceinline__ void Start(const WorkParams& work, bool may_cut, int lane) {
+    if (lane == 0) {
+      const uint32_t num_work = work.list->num_tiles * work.work_per_tile;
+      const uint32_t rest = may_cut ? num_work % (gridDim.x / kClusterSize) : 0;
+      first = num_work - rest;
+      end = num_work;
+      per_tile = rest == 0;
+    }
+    __syncwarp();
+  }
+
+  // Whether there is work of this number. For one warp.
+  __device__ __forceinline__ bool Has(uint32_t number, const WorkParams& work, int lane) {
+    if (number < first) return true;
+    if (per_tile == 0) Plan(work, lane);
+    return number < end;
+  }
+
+  // Each lane thinks of another number of parts.
+  __device__ __forceinline__ void Plan(const WorkParams& work, int lane) {
+    const uint32_t num_clusters = gridDim.x / kClusterSize, rest = end - first;
+    const uint32_t num_blocks = work.list->least_blocks;  // Tiles that are cut are as even as that.
+    const uint32_t parts = lane + 1, num_rounds = CeilDiv(rest * parts, num_clusters);
+    uint32_t cost = num_rounds * (CeilDiv(num_blocks, parts) + kPartCost) + kJoinCost;
+    if (parts == 1) cost = num_blocks;
+    if (parts > 1 && rest * parts * kClusterSize > kMaxParts) cost = 1 << 26;
+    const uint32_t best = __reduce_min_sync(~0u, cost << 5 | lane) % kMaxPartsOfTile + 1;
+    __syncwarp();  // All have read.
+    if (lane == 0) {
+      end = first + rest * best;
+      per_tile = best;
+    }
+    __syncwarp();
+  }
+
+  // The work that a number belongs to.
+  __device__ __forceinline__ uint32_t WorkOf(uint32_t number) const {
+    return number < first ? number : first + (number - first) / per_tile;
+  }
+
+  // Leaves the part's blocks to the item, which is all of a tile. For one lane.
+  __device__ __forceinline__ void Cut(WorkItem& item) const {
+    item.skipped = item.part = 0;
+    if (item.number < first || per_tile == 1) return;
+    const uint32_t part = (item.number - first) % per_tile;
+    const uint32_t num_blocks = item.tile.num_blocks;
+    item.skipped = part * num_blocks / per_tile;
+    item.tile.num_blocks = (part + 1) * num_blocks / per_tile - item.skipped;
+    item.part = per_tile << 16 | (item.number - first);
+  }
+};
+
+// Joins the parts of a tile, for one consumer warpgroup of 64 rows.
+template <typename Config>
+struct PartJoiner {
+  static constexpr int kWords = PartWords(Config::kValueDim);
+  const PartsParams& params;
+  int part, warpgroup, thread;
+
+  __device__ __forceinline__ int NumParts() const { return part >> 16; }
+  __device__ __forceinline__ int First() const {
+    const int number = part & 0xffff;
+    return number - number % NumParts();
+  }
+
+  // The words of this thread's share of a part.
+  __device__ __forceinline__ float4* Words(int number) const {
+    int index = number * Config::kNumConsumers + warpgroup;
+    if constexpr (Config::kClusterSize > 1) {
+      index += static_cast<int>(ClusterRank()) * kMaxParts / 2 * Config::kNumConsumers;
+    }
+    return params.parts + int64_t{index} * kWords * kWarpgroup + thread;
+  }
+
+  // Leaves this part's sums. Returns whether all are there.
+  __device__ __forceinline__ bool Leave(const float (&acc)[Config::kValueDim / 2],
+                                        const RowState& state) const {
+    float4* words = Words(part & 0xffff);
+#pragma unroll
+    for (int i = 0; i < kWords - 2; ++i) {
+      words[i * kWarpgroup] =
+          make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+    }
+    words[(kWords - 2) * kWarpgroup] =
+        make_float4(state.reference[0], state.reference[1], state.sum[0], state.sum[1]);
+    words[(kWords - 1) * kWarpgroup] = make_float4(state.max[0], state.max[1], 0.0f, 0.0f);
+    NamedSync(1 + warpgroup, kWarpgroup);
+    bool is_last = false;
+    if (thread == 0) {
+      int index = First() / NumParts() * Config::kNumConsumers + warpgroup;
+      if constexpr (Config::kClusterSize > 1) {
+        index += static_cast<int>(ClusterRank()) * kMaxPartCounters / 2;
+      }
+      // For all of the warpgroup: what they wrote is there before, what they read is read after.
+      is_last = AddInOrder(params.counters + index, 1) == NumParts() - 1;
+    }
+    return NamedAny(1 + warpgroup, kWarpgroup, is_last);
+  }
+
+  // The sums of all parts.
+  __device__ __forceinline__ void Join(float (&acc)[Config::kValueDim / 2], RowState& state) const {
+    float reference[2] = {kNoReference, kNoReference};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.max[r] = -INFINITY, state.sum[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < NumParts(); ++i) {
+      const float4* words = Words(First() + i) + (kWords - 2) * kWarpgroup;
+      const float4 sums = __ldcg(words), max = __ldcg(words + kWarpgroup);
+      reference[0] = MaxOrNan(reference[0], sums.x);
+      reference[1] = MaxOrNan(reference[1], sums.y);
+      state.max[0] = MaxOrNan(state.max[0], max.x);
+      state.max[1] = MaxOrNan(state.max[1], max.y);
+    }
+#pragma unroll 1
+    for (int i = 0; i < NumParts(); ++i) {
+      const float4* words = Words(First() + i);
+      const float4 sums = __ldcg(words + (kWords - 2) * kWarpgroup);
+      // A part without a reference has nothing but zeros.
+      const float weight[2] = {Exp2(sums.x - reference[0]), Exp2(sums.y - reference[1])};
+      state.sum[0] += weight[0] * sums.z;
+      state.sum[1] += weight[1] * sums.w;
+#pragma unroll
+      for (int j = 0; j < kWords - 2; ++j) {
+        const float4 word = __ldcg(words + j * kWarpgroup);
+        acc[4 * j] += weight[0] * word.x;
+        acc[4 * j + 1] += weight[0] * word.y;
+        acc[4 * j + 2] += weight[1] * word.z;
+        acc[4 * j + 3] += weight[1] * word.w;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.reference[r] = reference[r];
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_CUH_

@@ -1,0 +1,46 @@
+// The forward kernel's last round of tiles, cut along their keys.
+//
+// Tiles come in rounds, one for each cluster of blocks of threads; the last round may leave most of
+// them idle. Where that is worth it, each of its tiles becomes several parts, with a share of its
+// blocks each. A part leaves its sums in the workspace; the one that is done last adds up those of
+// the tile, always in the same order, and stores it.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_H_
+#define JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_H_
+
+#include "cc/attention.h"
+#include "cc/cuda/attention/config.h"
+#include "cc/cuda/attention/tile_list.h"
+
+namespace jax_magi::cuda {
+
+// Of all tiles: two rounds of 132 multiprocessors.
+constexpr int kMaxParts = 264;
+constexpr int kMaxPartsOfTile = 32;
+
+// What they cost, in blocks: the way in and out of each, and the sum.
+constexpr int kPartCost = 2, kJoinCost = 2;
+
+// A part's words of 16 bytes for each thread: its accumulator and the state of its rows.
+constexpr int PartWords(int value_dim) { return value_dim / 8 + 2; }
+
+// Three consumer warpgroups are the most.
+constexpr int kMaxPartCounters = 3 * kMaxParts / 2;
+static_assert(kMaxPartCounters % 4 == 0, "parts, which follow, are words of 16 bytes");
+
+// Whether any tile of the call may have enough blocks.
+inline bool MayCutKeys(const AttentionShape& shape, const Tiling& tiling) {
+  return CeilDiv(NumColumns(shape, tiling), tiling.num_columns) > 2 * kPartCost + kJoinCost;
+}
+
+// Bytes of workspace: counters, of parts of a tile that are done, and the parts.
+inline int64_t KeyPartsBytes(const AttentionShape& shape, const Tiling& tiling, int num_consumers,
+                             int value_dim) {
+  if (!MayCutKeys(shape, tiling)) return 0;
+  return kMaxPartCounters * sizeof(int32_t) +
+         int64_t{kMaxParts} * num_consumers * kWarpgroup * PartWords(value_dim) * 16;
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_H_

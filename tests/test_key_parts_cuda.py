@@ -1,0 +1,131 @@
+"""Tiles of the last round, cut along their keys, on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_magi
+from jax_magi import AttentionMask
+from tests.accuracy import DTYPES, check_attention, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+_ALL = (-(2**30), 2**30)
+_TWO_RANGES = AttentionMask(
+  np.array([(0, 300, 0, 1500, *_ALL), (0, 300, 1600, 3001, -(2**30), 2690)], np.int32), 300, 3001
+)
+_MASKS = {
+  "full": AttentionMask.full(300, 3000),
+  "causal": AttentionMask.causal(300, 3000),
+  "few_queries": AttentionMask.causal(5, 4100),
+  "one_query": AttentionMask.full(1, 3000),
+  "two_ranges": _TWO_RANGES,
+}
+_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+def _check(mask, shape, dtype="bf16", num_sinks=None, sm_margin=0, is_known=False, **options):
+  """Holds results to the rule, and to be another sum than that of whole tiles, one at a time."""
+  terms = {name: options.pop(name) for name in ("bias", "has_alibi") if name in options}
+  rng = np.random.default_rng(0)
+  inputs = make_inputs(rng, DTYPES[dtype], mask.q_len, mask.k_len, *shape, num_sinks, **terms)
+  check_attention(inputs, mask, "cuda", is_mask_known=is_known, sm_margin=sm_margin, **options)
+  if "has_alibi" not in terms:  # With slopes, one key in a part is all that counts.
+    one, other = (_lse(inputs, mask, is_known, margin, options) for margin in (sm_margin, 131))
+    assert (one != other).any()
+
+
+def _lse(inputs, mask, is_known, sm_margin, options):
+  names = ("q", "k", "v", "sink", "bias", "alibi_slopes")
+  operands = zip(names, inputs.all_operands, strict=True)
+  operands = {name: jnp.asarray(x) for name, x in operands if x is not None}
+  fun = functools.partial(jax_magi.attention, sm_margin=sm_margin, implementation="cuda", **options)
+  if is_known:
+    return jax.jit(functools.partial(fun, mask=mask))(**operands)[1].lse
+  return jax.jit(fun)(mask=mask, **operands)[1].lse
+
+
+@pytest.mark.parametrize("dims", _DIMS, ids=str)
+@pytest.mark.parametrize("name", _MASKS)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_mask(dims, name, is_known):
+  _check(_MASKS[name], (6, 2, *dims), is_known=is_known)
+
+
+@pytest.mark.parametrize("dims", _DIMS, ids=str)
+@pytest.mark.parametrize("options", [{"num_sinks": 0}, {"num_sinks": 2}, {"softcap": 3.0}], ids=str)
+def test_sinks_and_cap(dims, options):
+  _check(_MASKS["two_ranges"], (6, 2, *dims), dtype="f16", **options)
+
+
+@pytest.mark.parametrize("sm_margin", [100, 121, 127])
+def test_whole_tiles_come_first(sm_margin):
+  """18 tiles for 32, 11 and 5 multiprocessors."""
+  _check(_MASKS["full"], (6, 2, 128, 128), sm_margin=sm_margin)
+
+
+@pytest.mark.parametrize("num_q_heads", [2, 6, 12])
+@pytest.mark.parametrize("sm_margin", [0, 124])
+def test_clusters(num_q_heads, sm_margin):
+  _check(
+    AttentionMask.causal(320, 8001), (num_q_heads, 1, 128, 128), sm_margin=sm_margin, is_known=True
+  )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("terms", [{"bias": "hqk"}, {"has_alibi": True}], ids=str)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_terms(head_dim, terms, is_known):
+  _check(AttentionMask.causal(320, 4000), (6, 1, head_dim, head_dim), is_known=is_known, **terms)
+
+
+def test_a_batch_of_masks():
+  """Rows whose keys differ in number, in one call."""
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.standard_normal((3, n, heads, 64)), jnp.bfloat16)
+    for n, heads in ((40, 4), (3000, 2), (3000, 2))
+  )
+  lengths = jnp.array([3000, 2100, 1234], jnp.int32)
+  fun = functools.partial(jax_magi.dot_product_attention, implementation="cuda")
+  got = jax.jit(fun)(q, k, v, key_value_seq_lengths=lengths)
+  for i, n in enumerate([3000, 2100, 1234]):
+    expected = fun(q[i : i + 1], k[i : i + 1, :n], v[i : i + 1, :n], sm_margin=131)[0]
+    np.testing.assert_allclose(
+      got[i].astype(np.float32), expected.astype(np.float32), atol=2e-3, rtol=2e-2
+    )
+
+
+def test_runs_are_equal_bit_for_bit():
+  """Whichever part is done last."""
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.standard_normal((n, heads, 128)), jnp.bfloat16)
+    for n, heads in ((1000, 12), (4000, 2), (4000, 2))
+  )
+  mask = AttentionMask.full(1000, 4000)
+  fun = jax.jit(functools.partial(jax_magi.attention, mask=mask, implementation="cuda"))
+  first = fun(q, k, v)
+  for _ in range(50):
+    jax.tree.map(np.testing.assert_array_equal, fun(q, k, v), first)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_key_that_is_not_finite(value):
+  """Is seen by all, whichever part has it."""
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(np.abs(rng.standard_normal((n, 2, 64))), jnp.bfloat16) for n in (100, 3000, 3000)
+  )
+  k = k.at[1700, 0].set(value)
+  mask = AttentionMask.full(100, 3000)
+  fun = functools.partial(jax_magi.attention, implementation="cuda", return_max_logits=True)
+  out, meta = fun(q, k, v, mask)
+  whole_meta = fun(q, k, v, mask, sm_margin=131)[1]
+  assert np.isnan(np.asarray(out[:, 0], np.float32)).all()
+  assert np.isfinite(np.asarray(out[:, 1], np.float32)).all()
+  np.testing.assert_array_equal(np.isnan(meta.lse), np.isnan(whole_meta.lse))
+  np.testing.assert_array_equal(meta.max_logits, whole_meta.max_logits)
