@@ -260,7 +260,7 @@ def test_runs_are_equal_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, fun(q, k, v, mask), first)
 
 
-def test_sm_margin_changes_nothing_but_the_grid():
+def test_sm_margin_changes_nothing_of_whole_tiles():
   q, k, v = _arrays((2000, 8, 128), (2000, 2, 128), (2000, 2, 128))
   mask = AttentionMask.causal(2000)
   for margin in (1, 100, 131):

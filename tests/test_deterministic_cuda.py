@@ -78,10 +78,14 @@ def _operands(num_q_heads, num_kv_heads, head_dim):
 @pytest.mark.parametrize("name", _MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_runs_are_equal_bit_for_bit(head_dim, name, is_known):
-  """Whichever blocks of threads work, and however many: with few, nobody waits for others."""
+  """Whichever blocks of threads work, and however many: with few, nobody waits for others.
+
+  With none of these numbers of them does the forward pass cut tiles along their keys, which would
+  change its sums.
+  """
   operands = _operands(6, 2, head_dim)
   first = _gradients(_MASKS[name], is_known)(*operands)
-  for sm_margin in (0, 1, 64, 120, 131):
+  for sm_margin in (0, 1, 90, 120, 131):
     run = _gradients(_MASKS[name], is_known, sm_margin=sm_margin)
     for _ in range(4):
       assert_same_bits(run(*operands), first)

@@ -152,10 +152,9 @@ int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t h
 
 template <typename Entry>
 CallLayout ForwardLayout(const Entry& entry, const AttentionShape& shape, const Tiling& tiling) {
-  const int num_consumers = entry.head_dim == 64 ? 3 : 2;  // At most.
-  return {tiling,
-          static_cast<int64_t>(sizeof(WorkCounter)) +
-              KeyPartsBytes(shape, tiling, num_consumers, static_cast<int>(entry.value_dim))};
+  const int64_t parts = KeyPartsBytes(shape, tiling, static_cast<int>(entry.head_dim),
+                                      static_cast<int>(entry.value_dim));
+  return {tiling, static_cast<int64_t>(sizeof(WorkCounter)) + parts};
 }
 
 CallLayout LayoutWithTerms(const AttentionCall& call) {

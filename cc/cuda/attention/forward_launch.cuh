@@ -39,6 +39,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
   auto* counter = static_cast<WorkCounter*>(options.workspace);
+  static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
   JAX_MAGI_RETURN_IF_BAD(
       ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0, args.max_logits, options.stream));

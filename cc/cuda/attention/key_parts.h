@@ -24,8 +24,9 @@ constexpr int kPartCost = 2, kJoinCost = 2;
 // A part's words of 16 bytes for each thread: its accumulator and the state of its rows.
 constexpr int PartWords(int value_dim) { return value_dim / 8 + 2; }
 
-// Three consumer warpgroups are the most.
-constexpr int kMaxPartCounters = 3 * kMaxParts / 2;
+// Consumer warpgroups of a kernel, at most.
+constexpr int MaxConsumers(int head_dim) { return head_dim == 64 ? 3 : 2; }
+constexpr int kMaxPartCounters = MaxConsumers(64) * kMaxParts / 2;
 static_assert(kMaxPartCounters % 4 == 0, "parts, which follow, are words of 16 bytes");
 
 // Whether any tile of the call may have enough blocks.
@@ -34,11 +35,11 @@ inline bool MayCutKeys(const AttentionShape& shape, const Tiling& tiling) {
 }
 
 // Bytes of workspace: counters, of parts of a tile that are done, and the parts.
-inline int64_t KeyPartsBytes(const AttentionShape& shape, const Tiling& tiling, int num_consumers,
+inline int64_t KeyPartsBytes(const AttentionShape& shape, const Tiling& tiling, int head_dim,
                              int value_dim) {
   if (!MayCutKeys(shape, tiling)) return 0;
   return kMaxPartCounters * sizeof(int32_t) +
-         int64_t{kMaxParts} * num_consumers * kWarpgroup * PartWords(value_dim) * 16;
+         int64_t{kMaxParts} * MaxConsumers(head_dim) * kWarpgroup * PartWords(value_dim) * 16;
 }
 
 }  // namespace jax_magi::cuda
