@@ -327,9 +327,9 @@ struct Consumer {
     const float scale = Config::kHasTerms ? 1.0f : params.softmax_scale;
     const float value = isnan(largest) ? __int_as_float(0x7fc00000) : largest * scale + 0.0f;
     if (!(value < 0.0f)) {
-      RaiseTo(reinterpret_cast<int32_t*>(destination), __float_as_int(value));
+      atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
     } else {
-      LowerTo(reinterpret_cast<uint32_t*>(destination), __float_as_uint(value));
+      atomicMin(reinterpret_cast<unsigned*>(destination), __float_as_uint(value));
     }
   }
 };

@@ -275,16 +275,8 @@ __device__ __forceinline__ void AddToCounter(int32_t* counter, int32_t x) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
 
-// The larger, or the smaller, of both, without a reply: nvcc would wait for that of an atomicMax in
-// a kernel that has AddInOrder.
-__device__ __forceinline__ void RaiseTo(int32_t* address, int32_t x) {
-  asm volatile("red.relaxed.gpu.global.max.s32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
-}
-__device__ __forceinline__ void LowerTo(uint32_t* address, uint32_t x) {
-  asm volatile("red.relaxed.gpu.global.min.u32 [%0], %1;" ::"l"(address), "r"(x) : "memory");
-}
-
-// Returns what it was. It is a release and an acquire.
+// Returns what it was. It is a release and an acquire: with __threadfence instead, nvcc would have
+// other atomics of the kernel wait for a reply.
 __device__ __forceinline__ int32_t AddInOrder(int32_t* counter, int32_t x) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
