@@ -56,6 +56,7 @@ def extra_cost(
     spacers.append(jnp.zeros(int(random.integers(1, 64)) << 20, jnp.int8))
     return jax.tree.map(jnp.copy, arguments)
 
+  # To jax.jit, every partial is a function of its own.
   pairs = [[jax.jit(functools.partial(fun)) for fun in funs] for _ in range(NUM_PROGRAMS)]
   slowest = 0.0
   for i, pair in enumerate(pairs):

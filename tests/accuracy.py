@@ -136,6 +136,31 @@ def _ours_forward(operands, mask, options):
   return named_results(out, meta.lse, meta.max_logits, ())
 
 
+def run_attention(
+  inputs: Inputs,
+  mask: jax_magi.AttentionMask,
+  *,
+  forward_only=False,
+  is_mask_known=False,
+  **options,
+) -> dict[str, Any]:
+  """Results of ours, forward and backward, by name.
+
+  The mask is an argument of the program, or a constant of it: `is_mask_known`.
+  """
+  fixed = tuple(sorted(options.items()))
+  if forward_only:
+    ours = _ours_forward(inputs.all_operands, mask, fixed)
+  elif is_mask_known:
+    known = functools.partial(_ours.__wrapped__, mask=mask)
+    ours = jit_once(known)(inputs.all_operands, inputs.cotangents, options=fixed)
+  else:
+    ours = _ours(inputs.all_operands, inputs.cotangents, mask, fixed)
+  assert ours["out"].dtype == inputs.q.dtype
+  assert ours["lse"].dtype == ours["max_logits"].dtype == np.float32
+  return ours
+
+
 def check_attention(
   inputs: Inputs,
   mask: jax_magi.AttentionMask,
@@ -147,26 +172,17 @@ def check_attention(
   is_mask_known=False,
   **options,
 ):
-  """Runs ours, forward and backward, and holds every result to the rule.
-
-  The mask is an argument of the program, or a constant of it: `is_mask_known`.
-  """
-  fixed = tuple(sorted(options.items()))
-  ours_options = (
-    *fixed,
-    ("implementation", implementation),
-    ("deterministic", deterministic),
-    ("sm_margin", sm_margin),
+  """Runs ours as `run_attention` does, and holds every result to the rule."""
+  ours = run_attention(
+    inputs,
+    mask,
+    forward_only=forward_only,
+    is_mask_known=is_mask_known,
+    implementation=implementation,
+    deterministic=deterministic,
+    sm_margin=sm_margin,
+    **options,
   )
-  if forward_only:
-    ours = _ours_forward(inputs.all_operands, mask, ours_options)
-  elif is_mask_known:
-    known = functools.partial(_ours.__wrapped__, mask=mask)
-    ours = jit_once(known)(inputs.all_operands, inputs.cotangents, options=ours_options)
-  else:
-    ours = _ours(inputs.all_operands, inputs.cotangents, mask, ours_options)
-  assert ours["out"].dtype == inputs.q.dtype
-  assert ours["lse"].dtype == ours["max_logits"].dtype == np.float32
   check_results(ours, inputs, mask, **options)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 import jax_magi
 from jax_magi import AttentionMask
-from tests.accuracy import DTYPES, check_attention, make_inputs
+from tests.accuracy import DTYPES, check_results, make_inputs, run_attention
+from tests.arrays import normals
 
 pytestmark = pytest.mark.gpu
 
@@ -35,19 +36,14 @@ def _check(mask, shape, dtype="bf16", num_sinks=None, sm_margin=0, is_known=Fals
   inputs = make_inputs(rng, DTYPES[dtype], mask.q_len, mask.k_len, *shape, num_sinks, **terms)
   if inputs.alibi_slopes is not None:  # So flat that all parts count.
     inputs = dataclasses.replace(inputs, alibi_slopes=inputs.alibi_slopes / 256)
-  check_attention(inputs, mask, "cuda", is_mask_known=is_known, sm_margin=sm_margin, **options)
-  one, other = (_lse(inputs, mask, is_known, margin, options) for margin in (sm_margin, 131))
-  assert (one != other).any()
+  how = {"is_mask_known": is_known, "implementation": "cuda", **options}
+  ours, whole = (run_attention(inputs, mask, sm_margin=n, **how) for n in (sm_margin, 131))
+  check_results(ours, inputs, mask, **options)
+  assert (ours["lse"] != whole["lse"]).any()
 
 
-def _lse(inputs, mask, is_known, sm_margin, options):
-  names = ("q", "k", "v", "sink", "bias", "alibi_slopes")
-  operands = zip(names, inputs.all_operands, strict=True)
-  operands = {name: jnp.asarray(x) for name, x in operands if x is not None}
-  fun = functools.partial(jax_magi.attention, sm_margin=sm_margin, implementation="cuda", **options)
-  if is_known:
-    return jax.jit(functools.partial(fun, mask=mask))(**operands)[1].lse
-  return jax.jit(fun)(mask=mask, **operands)[1].lse
+def _arrays(q_shape, k_shape):
+  return [jnp.asarray(x) for x in normals(q_shape, k_shape, k_shape, dtype=jnp.bfloat16)]
 
 
 @pytest.mark.parametrize("dims", _DIMS, ids=str)
@@ -86,11 +82,7 @@ def test_terms(head_dim, terms, is_known):
 
 def test_a_batch_of_masks():
   """Rows whose keys differ in number, in one call."""
-  rng = np.random.default_rng(0)
-  q, k, v = (
-    jnp.asarray(rng.standard_normal((3, n, heads, 64)), jnp.bfloat16)
-    for n, heads in ((40, 4), (3000, 2), (3000, 2))
-  )
+  q, k, v = _arrays((3, 40, 4, 64), (3, 3000, 2, 64))
   lengths = jnp.array([3000, 2100, 1234], jnp.int32)
   fun = functools.partial(jax_magi.dot_product_attention, implementation="cuda")
   got = jax.jit(fun)(q, k, v, key_value_seq_lengths=lengths)
@@ -103,11 +95,7 @@ def test_a_batch_of_masks():
 
 def test_runs_are_equal_bit_for_bit():
   """Whichever part is done last."""
-  rng = np.random.default_rng(0)
-  q, k, v = (
-    jnp.asarray(rng.standard_normal((n, heads, 128)), jnp.bfloat16)
-    for n, heads in ((300, 12), (4000, 2), (4000, 2))
-  )
+  q, k, v = _arrays((300, 12, 128), (4000, 2, 128))
   fun = functools.partial(
     jax_magi.attention, mask=AttentionMask.full(300, 4000), implementation="cuda"
   )
@@ -120,11 +108,7 @@ def test_runs_are_equal_bit_for_bit():
 
 def test_a_mask_that_a_batch_shares():
   """Results are those of whole tiles, but for the last bits."""
-  rng = np.random.default_rng(0)
-  q, k, v = (
-    jnp.asarray(rng.standard_normal((3, n, heads, 64)), jnp.bfloat16)
-    for n, heads in ((40, 4), (3000, 2), (3000, 2))
-  )
+  q, k, v = _arrays((3, 40, 4, 64), (3, 3000, 2, 64))
   mask = AttentionMask.causal(40, 3000)
 
   def run(sm_margin):
@@ -141,10 +125,7 @@ def test_a_mask_that_a_batch_shares():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_key_that_is_not_finite(value):
   """Is seen by all, whichever part has it."""
-  rng = np.random.default_rng(0)
-  q, k, v = (
-    jnp.asarray(np.abs(rng.standard_normal((n, 2, 64))), jnp.bfloat16) for n in (100, 3000, 3000)
-  )
+  q, k, v = (jnp.abs(x) for x in _arrays((100, 2, 64), (3000, 2, 64)))
   k = k.at[1700, 0].set(value)
   mask = AttentionMask.full(100, 3000)
   fun = functools.partial(jax_magi.attention, implementation="cuda", return_max_logits=True)
