@@ -83,24 +83,29 @@ struct PartJoiner {
   int part, warpgroup, thread;
 
   __device__ __forceinline__ int NumParts() const { return part >> 16; }
-  __device__ __forceinline__ int First() const {
-    const int number = part & 0xffff;
-    return number - number % NumParts();
+  __device__ __forceinline__ int Number() const { return part & 0xffff; }
+  // Of the tile, among those that are cut.
+  __device__ __forceinline__ int TileNumber() const { return Number() / NumParts(); }
+  __device__ __forceinline__ int First() const { return TileNumber() * NumParts(); }
+
+  // Where this warpgroup's share of a part or tile lies: each block of threads of a cluster has
+  // room for `count` shares.
+  __device__ __forceinline__ int Place(int number, int count) const {
+    int place = number * Config::kNumConsumers + warpgroup;
+    if constexpr (Config::kClusterSize > 1) place += static_cast<int>(ClusterRank()) * count;
+    return place;
   }
 
   // The words of this thread's share of a part.
   __device__ __forceinline__ float4* Words(int number) const {
-    int index = number * Config::kNumConsumers + warpgroup;
-    if constexpr (Config::kClusterSize > 1) {
-      index += static_cast<int>(ClusterRank()) * kMaxParts / 2 * Config::kNumConsumers;
-    }
-    return params.parts + int64_t{index} * kWords * kWarpgroup + thread;
+    const int place = Place(number, kMaxParts / 2 * Config::kNumConsumers);
+    return params.parts + int64_t{place} * kWords * kWarpgroup + thread;
   }
 
   // Leaves this part's sums. Returns whether all are there.
   __device__ __forceinline__ bool Leave(const float (&acc)[Config::kValueDim / 2],
                                         const RowState& state) const {
-    float4* words = Words(part & 0xffff);
+    float4* words = Words(Number());
 #pragma unroll
     for (int i = 0; i < kWords - 2; ++i) {
       words[i * kWarpgroup] =
@@ -112,12 +117,9 @@ struct PartJoiner {
     NamedSync(1 + warpgroup, kWarpgroup);
     bool is_last = false;
     if (thread == 0) {
-      int index = First() / NumParts() * Config::kNumConsumers + warpgroup;
-      if constexpr (Config::kClusterSize > 1) {
-        index += static_cast<int>(ClusterRank()) * kMaxPartCounters / 2;
-      }
+      int32_t* counter = params.counters + Place(TileNumber(), kMaxPartCounters / 2);
       // For all of the warpgroup: what they wrote is there before, what they read is read after.
-      is_last = AddInOrder(params.counters + index, 1) == NumParts() - 1;
+      is_last = AddInOrder(counter, 1) == NumParts() - 1;
     }
     return NamedAny(1 + warpgroup, kWarpgroup, is_last);
   }
