@@ -19,7 +19,11 @@ struct BackwardProducer {
     if constexpr (kClusterSize > 1) {
       ForEachWork(
           params.work, lane, shared.item, blockIdx.x / kClusterSize, WholeWork(),
-          [&] { LoadTile(); }, [&] { shared.work.Next(params.work, lane, shared.item); });
+          [&] { LoadTile(); },
+          [&] {
+            const uint32_t next = shared.work.Ask(params.work, lane, shared.item);
+            shared.work.Take(next, lane, shared.item);
+          });
     } else {
       RunAlone();
     }
@@ -42,6 +46,7 @@ struct BackwardProducer {
     ForEachWork(
         params.work, lane, shared.item, first, WholeWork(), [&] { LoadTile(); },
         [&] {
+          WaitForPreviousKernel();  // It resets the counter.
           if (lane == 0) shared.item.number = NextWork();
         });
   }

@@ -18,6 +18,7 @@ struct Producer {
   RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
   RingPosition<Config::kBiasStages> bias_ring;
+  uint32_t next_work = 0;  // Of a cluster.
 
   __device__ __forceinline__ void Run() {
     if constexpr (Config::kCutsKeys) {
@@ -28,13 +29,22 @@ struct Producer {
     } else {
       ForEachWork(
           params.work, lane, shared.item, blockIdx.x / kClusterSize, shared.parts,
-          [&] { LoadTile(); }, [&] { shared.work.Next(params.work, lane, shared.item); });
+          [&] { LoadTile(); },
+          [&] {
+            if (shared.item.tile.num_blocks == 0) AskForNextWork();
+            shared.work.Take(next_work, lane, shared.item);
+          });
     }
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
       shared.tile[TileSlot<Config>(q_ring)].num_blocks = -1;
       Arrive(&shared.q_full[q_ring.stage]);
     }
+  }
+
+  // With a tile's last block: there is time for the trip to memory, as consumers are a few behind.
+  __device__ __forceinline__ void AskForNextWork() {
+    if constexpr (kClusterSize > 1) next_work = shared.work.Ask(params.work, lane, shared.item);
   }
 
   __device__ __forceinline__ int Rank() const {
@@ -128,7 +138,9 @@ struct Producer {
       // From right to left, so that under a causal mask the diagonal comes first.
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN, ++number) {
         if (number < 0 || number >= tile.num_blocks) continue;
-        LoadKeys(slice, keys.end - Config::kBlockN, number + 1 == tile.num_blocks);
+        const bool is_last = number + 1 == tile.num_blocks;
+        if (is_last) AskForNextWork();
+        LoadKeys(slice, keys.end - Config::kBlockN, is_last);
         if (number > 0) LoadValues(v_row);
         v_row = keys.end - Config::kBlockN;
       }

@@ -102,12 +102,16 @@ __device__ __forceinline__ uint32_t AddressAt(const void* pointer, uint32_t rank
   return address;
 }
 
-__device__ __forceinline__ void StoreAt(uint32_t* pointer, uint32_t rank, uint32_t value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(AddressAt(pointer, rank)), "r"(value)
+// The barrier there counts its four bytes, as it does those that TMA brings: no fence is needed.
+__device__ __forceinline__ void StoreAt(uint32_t* pointer, uint64_t* barrier, uint32_t rank,
+                                        uint32_t value) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   AddressAt(pointer, rank)),
+               "r"(value), "r"(AddressAt(barrier, rank))
                : "memory");
 }
 
-// What this thread has written can be read by whoever waits there with WaitForCluster.
+// What this thread has read and written is behind it for whoever waits there.
 __device__ __forceinline__ void ArriveAt(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(AddressAt(barrier, rank))
@@ -119,20 +123,6 @@ __device__ __forceinline__ void ArriveAt(uint64_t* barrier, uint32_t rank) {
 __device__ __forceinline__ void ArriveUnorderedAt(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(AddressAt(barrier, rank))
                : "memory");
-}
-
-__device__ __forceinline__ void WaitForCluster(uint64_t* barrier, uint32_t phase) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "WAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra DONE;\n"
-      "bra WAIT;\n"
-      "DONE:\n"
-      "}\n" ::"r"(SharedAddress(barrier)),
-      "r"(phase)
-      : "memory");
 }
 
 // --- Kernels that start before the one they depend on has ended ---

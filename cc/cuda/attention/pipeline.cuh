@@ -149,8 +149,6 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
     }
     __syncwarp();
     load();
-    WaitForPreviousKernel();  // It resets the counter.
-    // Consumers are a few blocks behind: there is time for the trip to memory.
     next();
     if (lane == 0) ++item.num_done;
     __syncwarp();
@@ -163,6 +161,8 @@ template <typename Parts, typename Load>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
                                             Parts&& parts, Load load) {
   ForEachWork(params, lane, item, blockIdx.x, parts, load, [&] {
+    WaitForPreviousKernel();  // It resets the counter.
+    // Consumers are a few blocks behind: there is time for the trip to memory.
     if (lane == 0) item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
   });
 }
@@ -171,30 +171,38 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
 // same in the same order, as they wait for each other's part of what they load.
 struct ClusterWork {
   uint32_t next;
-  uint64_t full, empty;  // The first one's producer arrives, and the second's waits; and back.
+  uint64_t full, empty;  // The second one's: its number is there. The first one's: it was read.
 
   __device__ __forceinline__ void Init() {
     InitBarrier(&full, 1);
     InitBarrier(&empty, 1);
   }
 
-  // Sets the item's number. For one warp of each, after each work.
-  __device__ __forceinline__ void Next(const WorkParams& params, int lane, WorkItem& item) {
-    const uint32_t phase = item.num_done % 2;
-    __syncwarp();
+  // Asks for the next number, for which Take() need not wait then: it is returned in the first lane
+  // of the first one. For one warp of each, once for each work.
+  __device__ __forceinline__ uint32_t Ask(const WorkParams& params, int lane,
+                                          const WorkItem& item) {
+    WaitForPreviousKernel();  // It resets the counter.
     // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
+    if (ClusterRank() != 0) return 0;
+    Wait(&empty, item.num_done % 2 ^ 1);
+    return lane == 0 ? gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1) : 0;
+  }
+
+  // Sets the item's number.
+  __device__ __forceinline__ void Take(uint32_t number, int lane, WorkItem& item) {
+    __syncwarp();
     if (ClusterRank() == 0) {
-      WaitForCluster(&empty, phase ^ 1);
       if (lane == 0) {
-        item.number = gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1);
-        StoreAt(&next, 1, item.number);
-        ArriveAt(&full, 1);
+        item.number = number;
+        StoreAt(&next, &full, 1, number);
       }
     } else {
-      WaitForCluster(&full, phase);
+      if (lane == 0) ArriveExpectBytes(&full, sizeof(next));
+      Wait(&full, item.num_done % 2);
       if (lane == 0) {
         item.number = *const_cast<const volatile uint32_t*>(&next);
-        ArriveAt(&empty, 0);
+        ArriveUnorderedAt(&empty, 0);  // It is written again with the next tile's end, no sooner.
       }
     }
   }
