@@ -46,7 +46,6 @@ struct BackwardProducer {
     ForEachWork(
         params.work, lane, shared.item, first, WholeWork(), [&] { LoadTile(); },
         [&] {
-          WaitForPreviousKernel();  // It resets the counter.
           if (lane == 0) shared.item.number = NextWork();
         });
   }

@@ -42,9 +42,12 @@ struct Producer {
     }
   }
 
-  // With a tile's last block: there is time for the trip to memory, as consumers are a few behind.
+  // With a tile's last block: the number has to reach the other block of threads, too.
   __device__ __forceinline__ void AskForNextWork() {
-    if constexpr (kClusterSize > 1) next_work = shared.work.Ask(params.work, lane, shared.item);
+    if constexpr (kClusterSize > 1) {
+      WaitForPreviousKernel();  // It resets the counter.
+      next_work = shared.work.Ask(params.work, lane, shared.item);
+    }
   }
 
   __device__ __forceinline__ int Rank() const {

@@ -149,6 +149,8 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
     }
     __syncwarp();
     load();
+    WaitForPreviousKernel();  // It resets the counter.
+    // Consumers are a few blocks behind: there is time for the trip to memory.
     next();
     if (lane == 0) ++item.num_done;
     __syncwarp();
@@ -161,8 +163,6 @@ template <typename Parts, typename Load>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
                                             Parts&& parts, Load load) {
   ForEachWork(params, lane, item, blockIdx.x, parts, load, [&] {
-    WaitForPreviousKernel();  // It resets the counter.
-    // Consumers are a few blocks behind: there is time for the trip to memory.
     if (lane == 0) item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
   });
 }
@@ -182,7 +182,6 @@ struct ClusterWork {
   // of the first one. For one warp of each, once for each work.
   __device__ __forceinline__ uint32_t Ask(const WorkParams& params, int lane,
                                           const WorkItem& item) {
-    WaitForPreviousKernel();  // It resets the counter.
     // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
     if (ClusterRank() != 0) return 0;
     Wait(&empty, item.num_done % 2 ^ 1);
