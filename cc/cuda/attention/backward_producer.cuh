@@ -21,8 +21,8 @@ struct BackwardProducer {
           params.work, lane, shared.item, blockIdx.x / kClusterSize, WholeWork(),
           [&] { LoadTile(); },
           [&] {
-            const uint32_t next = shared.work.Ask(params.work, lane, shared.item);
-            shared.work.Take(next, lane, shared.item);
+            const uint32_t next = shared.work.Next(params.work, lane, shared.item.num_done);
+            if (lane == 0) shared.item.number = next;
           });
     } else {
       RunAlone();

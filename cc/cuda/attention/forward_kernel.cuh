@@ -1,19 +1,21 @@
 // The Hopper forward kernel: one block of threads finishes one (query tile, head) at a time, over
 // all slices that touch it; in the last round, it may be a part of its keys (key_parts.h).
 //
-// One producer warp walks the slices and streams key tiles ("blocks") through a ring of shared
-// memory, each with what the mask hides in it; consumer warpgroups hold 64 query rows each, and
-// know nothing of slices. Blocks of threads share nothing but a work counter, in a cluster the
-// loads of keys and values, and parts, which are added in order: the result is deterministic.
+// A planner warp looks up tiles, one ahead, and loads their queries; a producer warp walks a tile's
+// slices and streams key tiles ("blocks") through a ring of shared memory, each with what the mask
+// hides in it; consumer warpgroups hold 64 query rows each, and know nothing of slices. Blocks of
+// threads share nothing but a work counter, in a cluster the loads of keys and values, and parts,
+// which are added in order: the result is deterministic.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_FORWARD_KERNEL_CUH_
 
 #include "cc/cuda/attention/forward_block_terms.cuh"
+#include "cc/cuda/attention/forward_epilogue.cuh"
+#include "cc/cuda/attention/forward_planner.cuh"
 #include "cc/cuda/attention/forward_producer.cuh"
 #include "cc/cuda/attention/forward_tile.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
-#include "cc/cuda/attention/store.cuh"
 #include "cc/cuda/attention/wgmma.cuh"
 
 namespace jax_magi::cuda {
@@ -53,7 +55,8 @@ struct Consumer {
   uint32_t p[kBlockN / 4];
   float acc[Config::kValueDim / 2];
   RowState state;
-  LogitScale logit;                                                   // Of the block, with terms.
+  float sinks[2];    // Of the rows' heads, from a tile's last block on.
+  LogitScale logit;  // Of the block, with terms.
   uint32_t bias[Config::kBiasAhead > 0 ? Config::kBiasAhead : 1][4];  // Read ahead.
 
   __device__ __forceinline__ void Run() {
@@ -71,12 +74,12 @@ struct Consumer {
         const TermsTileInfo& tile = shared.tile[TileSlot<Config>(q_ring)];
         if (tile.num_blocks < 0) return;
         Compute(tile);
-        if (tile.num_rows > 0 && IsWhole(tile)) Store(tile);
+        if (tile.num_rows > 0 && IsWhole(tile)) Epilogue().Store(tile);
       } else {
         const TileInfo tile = shared.tile[q_ring.stage];
         if (tile.num_blocks < 0) return;
         Compute(tile);
-        if (tile.num_rows > 0 && IsWhole(tile)) Store(tile);
+        if (tile.num_rows > 0 && IsWhole(tile)) Epilogue().Store(tile);
       }
     }
   }
@@ -104,7 +107,10 @@ struct Consumer {
     }
 #pragma unroll
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
-    if (tile.num_blocks == 0) return ReleaseQueries();
+    if (tile.num_blocks == 0) {
+      Epilogue().LoadSinks(tile);
+      return ReleaseQueries();
+    }
     if constexpr (Config::kQueriesByValues) {
       Wait(&shared.v_full[v_ring.stage], v_ring.phase);
       LoadQueries(shared.v[v_ring.stage]);
@@ -151,6 +157,7 @@ struct Consumer {
     if constexpr (!Config::kQInRegisters) ReleaseQueries();
     Wait(&shared.v_full[v_ring.stage], v_ring.phase);
     IssueValues();
+    Epilogue().LoadSinks(tile);
     WaitWgmma<0>();
     FinishValues();
   }
@@ -262,76 +269,7 @@ struct Consumer {
     return true;
   }
 
-  // --- Epilogue: straight from registers to memory ---
-
-  __device__ __forceinline__ void Store(const TileInfo& tile) {
-    WaitForPreviousKernel();  // It resets max_logits.
-    float max[2], factor[2];
-    int64_t offset[2];  // Of (batch, row, head) in [batch, q_len, num_q_heads].
-    bool is_own[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = PackedRow(r) >> Log2PackOf(tile);
-      const int in_pack = PackedRow(r) & ((1 << Log2PackOf(tile)) - 1);
-      is_own[r] = row < tile.num_rows && in_pack < tile.num_heads;
-      const int head = tile.head + (is_own[r] ? in_pack : 0);
-      offset[r] =
-          (int64_t{tile.batch} * params.q_len + tile.begin + row) * params.num_q_heads + head;
-      const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + head;
-      const float sink = kLog2E * params.sink[batch_head];
-      const float sum = QuadSum(state.sum[r]);
-      const float reference = state.reference[r] == kNoReference ? -INFINITY : state.reference[r];
-      const float largest = fmaxf(reference, sink);
-      const float weight = largest == -INFINITY ? 0.0f : Exp2(reference - largest);
-      const float total = sum * weight + (largest == -INFINITY ? 0.0f : Exp2(sink - largest));
-      factor[r] = total == 0.0f ? 0.0f : weight * Reciprocal(total);
-      if (is_own[r] && thread % 4 == 0) {
-        params.lse[offset[r]] = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2;
-      }
-      max[r] = QuadMax(is_own[r] ? state.max[r] : -INFINITY);
-      if (Log2PackOf(tile) > 0 && thread % 4 == 0) {
-        ReportMaxLogit(max[r], params.max_logits + batch_head);
-      }
-    }
-    if (Log2PackOf(tile) == 0) {
-      float largest = MaxOrNan(max[0], max[1]);
-#pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) {
-        largest = MaxOrNan(largest, __shfl_xor_sync(~0u, largest, lanes));
-      }
-      const int64_t batch_head = int64_t{tile.batch} * params.num_q_heads + tile.head;
-      if (thread % 32 == 0) ReportMaxLogit(largest, params.max_logits + batch_head);
-    }
-    if (IsOutFloat()) {
-      float* out = static_cast<float*>(params.out);
-      float* const rows[2] = {out + offset[0] * params.value_dim,
-                              out + offset[1] * params.value_dim};
-      StoreFloatRows<Config::kValueDim>(acc, factor, rows, is_own, params.value_dim, thread);
-    } else {
-      Element* out = static_cast<Element*>(params.out);
-      Element* const rows[2] = {out + offset[0] * params.value_dim,
-                                out + offset[1] * params.value_dim};
-      StoreRows<Element, Config::kValueDim>(acc, factor, rows, is_own, params.value_dim, thread);
-    }
-  }
-
-  __device__ __forceinline__ bool IsOutFloat() const {
-    if constexpr (Config::kHasTerms) return params.is_out_float;
-    return Config::kIsOutFloat;
-  }
-
-  __device__ __forceinline__ void ReportMaxLogit(float largest, float* destination) {
-    if (largest == -INFINITY) return;
-    // As integers, floats of one sign are ordered; a positive NaN is above all others. A NaN logit
-    // must not look like a healthy head, and -0 not like the least of all.
-    const float scale = Config::kHasTerms ? 1.0f : params.softmax_scale;
-    const float value = isnan(largest) ? __int_as_float(0x7fc00000) : largest * scale + 0.0f;
-    if (!(value < 0.0f)) {
-      atomicMax(reinterpret_cast<int*>(destination), __float_as_int(value));
-    } else {
-      atomicMin(reinterpret_cast<unsigned*>(destination), __float_as_uint(value));
-    }
-  }
+  __device__ __forceinline__ ForwardEpilogue<Config, Consumer> Epilogue() { return {*this}; }
 };
 
 template <typename Config>
@@ -355,14 +293,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
                Config::kHasBiasBlocks ? kConsumers / 32 : kConsumers);
     }
     shared.work.Init();
+    shared.next.Init();
     FenceBarrierInit();
   }
   WaitForBarriers<Config>();
 
   if (thread < kWarpgroup) {
     GiveRegisters<Config::kProducerRegisters>();
-    if (thread < 32) {
+    const int warp = __shfl_sync(~0u, thread / 32, 0);
+    if (warp == 0) {
       Producer<Config>{params, shared, thread}.Run();
+      WaitForClusterToEnd<Config>();
+    } else if (warp == 1) {
+      Planner<Config>{params, shared, thread % 32}.Run();
       WaitForClusterToEnd<Config>();
     }
   } else {

@@ -1,4 +1,4 @@
-// The forward kernel's producer: one warp that walks slices and streams key tiles.
+// The forward kernel's producer: one warp that walks a tile's slices and streams its key tiles.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_FORWARD_PRODUCER_CUH_
@@ -16,89 +16,30 @@ struct Producer {
   int lane;
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
-  RingPosition<Config::kQStages> q_ring;
   RingPosition<Config::kBiasStages> bias_ring;
-  uint32_t next_work = 0;  // Of a cluster.
 
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kCutsKeys) {
-      shared.parts.Start(params.work, params.parts.parts != nullptr, lane);
+    if (!params.work.is_ready) WaitForPreviousKernel();
+    for (uint32_t count = 0;; ++count) {
+      shared.next.WaitFor(count);
+      TakeTile();
+      if (shared.item.tile.num_blocks < 0) break;
+      if constexpr (Config::kQueriesByValues) LoadQueries();
+      LoadBlocks();
     }
-    if constexpr (kClusterSize == 1) {
-      ForEachWork(params.work, lane, shared.item, shared.parts, [&] { LoadTile(); });
-    } else {
-      ForEachWork(
-          params.work, lane, shared.item, blockIdx.x / kClusterSize, shared.parts,
-          [&] { LoadTile(); },
-          [&] {
-            if (shared.item.tile.num_blocks == 0) AskForNextWork();
-            shared.work.Take(next_work, lane, shared.item);
-          });
-    }
-    Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
-    if (lane == 0) {
-      shared.tile[TileSlot<Config>(q_ring)].num_blocks = -1;
-      Arrive(&shared.q_full[q_ring.stage]);
-    }
+    LetNextKernelStart();
   }
 
-  // With a tile's last block: the number has to reach the other block of threads, too.
-  __device__ __forceinline__ void AskForNextWork() {
-    if constexpr (kClusterSize > 1) {
-      WaitForPreviousKernel();  // It resets the counter.
-      next_work = shared.work.Ask(params.work, lane, shared.item);
-    }
-  }
-
-  __device__ __forceinline__ int Rank() const {
-    if constexpr (kClusterSize == 1) return 0;
-    return ClusterRank();
-  }
-
-  __device__ __forceinline__ void LoadTile() {
-    const int more = MorePacked(), log2_pack = params.log2_pack + more;
-    // The first of the cluster's heads.
-    const int first = (shared.item.pack % params.packs_per_kv_head * kClusterSize)
-                      << params.log2_pack;
-    __syncwarp();
-    if (lane == 0 && first % (kClusterSize << log2_pack) != 0) {  // Packed with heads before these.
-      // It is not left out here, as any other path through this function makes ptxas schedule the
-      // consumers' loop badly.
-      shared.item.tile.num_rows = shared.item.tile.num_blocks = shared.item.tile.slice_end = 0;
+  // Lanes copy a word each.
+  __device__ __forceinline__ void TakeTile() {
+    constexpr int kWords = sizeof(PlannedTile) / 4;
+    static_assert(kWords <= 32, "a lane for each");
+    __syncwarp();  // All are done with the tile before.
+    if (lane < kWords) {
+      reinterpret_cast<int32_t*>(&shared.item)[lane] =
+          reinterpret_cast<const int32_t*>(&shared.planned)[lane];
     }
     __syncwarp();
-    const int stage = q_ring.stage, slot = TileSlot<Config>(q_ring);
-    Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
-    q_ring.Advance();
-    if (lane == 0) {
-      const Tile& tile = shared.item.tile;
-      const int in_group = first + (Rank() << log2_pack);
-      // In a cluster there may be none left: it then works in vain, for its part of the keys.
-      const int head = KvHead() * params.group +
-                       (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
-      const int num_heads = Min(1 << log2_pack, params.group - in_group);
-      if constexpr (Config::kHasTerms) {
-        shared.item.head = head;
-        const float* slopes = params.terms.slopes;
-        shared.tile[slot].slope =
-            slopes == nullptr ? 0.0f : slopes[int64_t{tile.batch} * params.num_q_heads + head];
-      }
-      static_cast<TileInfo&>(shared.tile[slot]) = {
-          tile.batch, head,          num_heads,       log2_pack,
-          tile.begin, tile.num_rows, tile.num_blocks, Config::kCutsKeys ? shared.item.part : 0};
-      if (!Config::kQueriesByValues && tile.num_blocks > 0) {
-        ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
-#pragma unroll
-        for (int d = 0; d < Config::kHeadDim; d += 64) {
-          LoadBox(&params.q_map[more], &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM,
-                  d, head, tile.begin, tile.batch);
-        }
-      } else {
-        Arrive(&shared.q_full[stage]);
-      }
-    }
-    if constexpr (Config::kQueriesByValues) LoadQueries();
-    LoadBlocks();
   }
 
   // To a stage of values, if there are any blocks to come.
@@ -106,7 +47,6 @@ struct Producer {
     static_assert(sizeof(shared.v[0]) == Config::kBlockM * Config::kHeadDim * 2,
                   "as large as a stage");
     const Tile& tile = shared.item.tile;
-    __syncwarp();  // The first lane has written the head.
     if (tile.num_blocks == 0) return;
     const int stage = v_ring.stage;
     Wait(&shared.v_empty[stage], v_ring.phase ^ 1);
@@ -121,28 +61,21 @@ struct Producer {
     v_ring.Advance();
   }
 
-  // How far the tile's log2_pack is above that of one with all rows.
-  __device__ __forceinline__ int MorePacked() const {
-    const int most =
-        Log2Pack<Config>(shared.item.tile.num_rows, params.group / kClusterSize) - params.log2_pack;
-    return Min(most, ForwardParams::kNumPacks - 1);
-  }
-
-  __device__ __forceinline__ int KvHead() const {
-    return shared.item.pack / params.packs_per_kv_head;
-  }
-
   __device__ __forceinline__ void LoadBlocks() {
     const Tile& tile = shared.item.tile;
     int number = Config::kCutsKeys ? -shared.item.skipped : 0;  // Of the block, in this part.
     int v_row = 0;  // v follows k by one block: scores come first.
+    // The next tile is asked for with the block before the last: the planner needs less time than
+    // these two, and who takes work sooner may keep it from others in the end.
+    const int asks_with = Max(tile.num_blocks - 2, 0);
+    if (tile.num_blocks == 0) shared.next.Ask(lane);
     constexpr bool kAlignsEnd = Config::kHasTerms;
     const auto load = [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN, ++number) {
         if (number < 0 || number >= tile.num_blocks) continue;
         const bool is_last = number + 1 == tile.num_blocks;
-        if (is_last) AskForNextWork();
+        if (number == asks_with) shared.next.Ask(lane);
         LoadKeys(slice, keys.end - Config::kBlockN, is_last);
         if (number > 0) LoadValues(v_row);
         v_row = keys.end - Config::kBlockN;
@@ -214,7 +147,6 @@ struct Producer {
   // The same, element by element, by all lanes.
   __device__ __forceinline__ void LoadKeyBias(int stage, int begin) {
     const ScoreTerms& terms = params.terms;
-    __syncwarp();  // The first lane has written the head.
     const int64_t offset = terms.Offset(shared.item.tile.batch, shared.item.head);
 #pragma unroll
     for (int i = 0; i < Config::kBlockN; i += 32) {
@@ -241,7 +173,7 @@ struct Producer {
   __device__ __forceinline__ void LoadRows(const CUtensorMap& map, uint64_t* full,
                                            typename Config::Element* dst, int row) {
     LoadPanels<kClusterSize, kDim, Config::kBlockN>(
-        map, full, dst, [&] { return KvHead(); }, row, shared.item);
+        map, full, dst, [&] { return shared.item.kv_head; }, row, shared.item);
   }
 };
 

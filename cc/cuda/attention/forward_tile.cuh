@@ -90,6 +90,11 @@ __device__ __forceinline__ int TileSlot(const RingPosition<Config::kQStages>& q_
   return Config::kHasTerms ? q_ring.phase : q_ring.stage;
 }
 
+// A tile as the planner hands it to the producer. num_blocks < 0: no more work.
+struct PlannedTile : WorkItem {
+  int32_t kv_head;
+};
+
 template <typename Config>
 struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   static constexpr int kQStages = Config::kQStages;
@@ -101,13 +106,15 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   alignas(1024) typename Config::Element v[kVStages][Config::kBlockN * Config::kValueDim];
   BlockInfo block[kKStages];
   TileInfoOf<Config> tile[Config::kHasTerms ? 2 : kQStages];
-  WorkItem item;  // The producer's own.
+  PlannedTile planned;  // The next one.
+  PlannedTile item;     // The producer's own.
   std::conditional_t<Config::kCutsKeys, KeyParts<Config::kClusterSize>, WholeWork> parts;
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
   ClusterWork work;
+  NextWork next;
 };
 
 }  // namespace jax_magi::cuda

@@ -118,6 +118,31 @@ struct WholeWork {
   __device__ __forceinline__ void Cut(WorkItem&) const {}
 };
 
+// Sets the item to work `number`. For one warp.
+template <typename Parts>
+__device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& parts,
+                                         uint32_t number, int lane, WorkItem& item) {
+  // Sections one after the other; in each, packs of heads side by side.
+  const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
+  const uint32_t work = parts.WorkOf(number);
+  uint32_t index = work % per_section;
+  const uint32_t pack =
+      work / per_section * params.packs_per_section + index % params.packs_per_section;
+  index /= params.packs_per_section;
+  if (lane == 0) {
+    const Tile* tile = params.list->tiles() + index / params.num_repeats;
+#pragma unroll 1  // Registers.
+    for (int i = 0; i < 2; ++i) {
+      reinterpret_cast<int4*>(&item.tile)[i] = reinterpret_cast<const int4*>(tile)[i];
+    }
+    item.pack = pack;
+    item.number = number;
+    item.tile.batch += index % params.num_repeats;
+    parts.Cut(item);
+  }
+  __syncwarp();
+}
+
 // Calls load() for the work of this block of threads, which it finds in `item`: number `first`,
 // then what next() sets. For one warp.
 template <typename Parts, typename Load, typename Next>
@@ -130,24 +155,7 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
   }
   __syncwarp();
   while (parts.Has(item.number, params, lane)) {
-    // Sections one after the other; in each, packs of heads side by side.
-    const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
-    const uint32_t number = parts.WorkOf(item.number);
-    uint32_t index = number % per_section;
-    const uint32_t pack =
-        number / per_section * params.packs_per_section + index % params.packs_per_section;
-    index /= params.packs_per_section;
-    if (lane == 0) {
-      const Tile* tile = params.list->tiles() + index / params.num_repeats;
-#pragma unroll 1  // Registers.
-      for (int i = 0; i < 2; ++i) {
-        reinterpret_cast<int4*>(&item.tile)[i] = reinterpret_cast<const int4*>(tile)[i];
-      }
-      item.pack = pack;
-      item.tile.batch += index % params.num_repeats;
-      parts.Cut(item);
-    }
-    __syncwarp();
+    FindWork(params, parts, item.number, lane, item);
     load();
     WaitForPreviousKernel();  // It resets the counter.
     // Consumers are a few blocks behind: there is time for the trip to memory.
@@ -156,15 +164,6 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
     __syncwarp();
   }
   LetNextKernelStart();
-}
-
-// The same, where each block of threads works for itself.
-template <typename Parts, typename Load>
-__device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
-                                            Parts&& parts, Load load) {
-  ForEachWork(params, lane, item, blockIdx.x, parts, load, [&] {
-    if (lane == 0) item.number = gridDim.x + atomicAdd(&params.counter->next_work, 1);
-  });
 }
 
 // The next work of a cluster of two, from its first block of threads to the second. Both do the
@@ -178,32 +177,67 @@ struct ClusterWork {
     InitBarrier(&empty, 1);
   }
 
-  // Asks for the next number, for which Take() need not wait then: it is returned in the first lane
-  // of the first one. For one warp of each, once for each work.
-  __device__ __forceinline__ uint32_t Ask(const WorkParams& params, int lane,
-                                          const WorkItem& item) {
-    // Lanes wait together: ptxas schedules the consumers' loop badly if one does alone.
-    if (ClusterRank() != 0) return 0;
-    Wait(&empty, item.num_done % 2 ^ 1);
-    return lane == 0 ? gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1) : 0;
-  }
-
-  // Sets the item's number.
-  __device__ __forceinline__ void Take(uint32_t number, int lane, WorkItem& item) {
-    __syncwarp();
+  // Returns the number of the `count`th work after the first. For one warp of each.
+  __device__ __forceinline__ uint32_t Next(const WorkParams& params, int lane, uint32_t count) {
+    uint32_t number = 0;
+    // Lanes wait together, and there is one way out: ptxas schedules the consumers' loop badly if
+    // not.
     if (ClusterRank() == 0) {
+      Wait(&empty, count % 2 ^ 1);
       if (lane == 0) {
-        item.number = number;
+        number = gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1);
         StoreAt(&next, &full, 1, number);
       }
     } else {
       if (lane == 0) ArriveExpectBytes(&full, sizeof(next));
-      Wait(&full, item.num_done % 2);
+      Wait(&full, count % 2);
       if (lane == 0) {
-        item.number = *const_cast<const volatile uint32_t*>(&next);
-        ArriveUnorderedAt(&empty, 0);  // It is written again with the next tile's end, no sooner.
+        number = *const_cast<const volatile uint32_t*>(&next);
+        ArriveUnorderedAt(&empty, 0);  // It is written again when the next one is asked for.
       }
     }
+    return __shfl_sync(~0u, number, 0);
+  }
+};
+
+// Work that one warp, the planner, looks up for another, the producer, while that one is still at
+// the work before: it takes several trips to memory.
+struct NextWork {
+  uint64_t full, empty;
+
+  __device__ __forceinline__ void Init() {
+    InitBarrier(&full, 1);
+    InitBarrier(&empty, 1);
+  }
+
+  // For the planner: find(number) for the work numbers `first` and what next(count) returns, each
+  // when it is asked for, as long as there is such work; it is then handed on, and done() follows.
+  template <typename Parts, typename Next, typename Find, typename Done>
+  __device__ __forceinline__ void Plan(const WorkParams& params, Parts& parts, int lane,
+                                       uint32_t first, Next next, Find find, Done done) {
+    if (!params.is_ready) WaitForPreviousKernel();
+    uint32_t number = first;
+    for (uint32_t count = 0; parts.Has(number, params, lane); ++count) {
+      find(number);
+      HandOn(lane);
+      done();
+      Wait(&empty, count % 2);
+      WaitForPreviousKernel();  // It resets the counter.
+      number = next(count);
+    }
+  }
+
+  __device__ __forceinline__ void HandOn(int lane) {
+    __syncwarp();
+    if (lane == 0) Arrive(&full);
+  }
+
+  // For the producer: until the `count`th is there.
+  __device__ __forceinline__ void WaitFor(uint32_t count) { Wait(&full, count % 2); }
+
+  // What was there has been read by all lanes, and the next may be looked up. Once for each.
+  __device__ __forceinline__ void Ask(int lane) {
+    if (lane == 0) Arrive(&empty);
   }
 };
 
@@ -248,12 +282,15 @@ __device__ __forceinline__ void WaitForBarriers() {
   }
 }
 
+// The list that a tile's slices are in.
+__device__ __forceinline__ const Slice* TileSlices(const WorkParams& params, const Tile& tile) {
+  return params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
+}
+
 // Slice `i` of the tile's list.
 template <bool kByKeys>
 __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const Tile& tile, int i) {
-  const Slice* slices =
-      params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
-  return LoadSlice(slices, i, params.num_rows, params.num_columns, kByKeys);
+  return LoadSlice(TileSlices(params, tile), i, params.num_rows, params.num_columns, kByKeys);
 }
 
 // Whether every one of these rows sees every column of a block.
