@@ -131,6 +131,10 @@ def _cases():
         f"attention-{dims[0]}-{dims[1]}-clusters",
         functools.partial(_attention, dims, AttentionMask.full(6200, 512), False),
       )
+  yield (  # Two that share keys, and have all tiles.
+    "attention-128-128-forward-clusters",
+    functools.partial(_attention, (128, 128), AttentionMask.full(300, 2700), False, sm_margin=130),
+  )
   yield "attention-batch", _batch
   yield from _bias_cases()
   for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.

@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
                Config::kHasBiasBlocks ? kConsumers / 32 : kConsumers);
     }
     shared.work.Init();
-    shared.next.Init();
+    shared.ahead.Init();
     FenceBarrierInit();
   }
   WaitForBarriers<Config>();

@@ -20,19 +20,14 @@ struct Planner {
     if constexpr (Config::kCutsKeys) {
       shared.parts.Start(params.work, params.parts.parts != nullptr, lane);
     }
-    shared.next.Plan(
-        params.work, shared.parts, lane, blockIdx.x / kClusterSize,
+    shared.ahead.Plan(
+        params.work, shared.parts, lane, blockIdx.x / kClusterSize, shared.planned,
         [&](uint32_t count) { return NextNumber(count); },
         [&](uint32_t number) {
           FindWork(params.work, shared.parts, number, lane, shared.planned);
           FindHead();
         },
-        [&] {
-          TouchSlices();
-          LoadTile();
-        });
-    if (lane == 0) shared.planned.tile.num_blocks = -1;
-    shared.next.HandOn(lane);
+        [&] { LoadTile(); });
     Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
     if (lane == 0) {
       shared.tile[TileSlot<Config>(q_ring)].num_blocks = -1;
@@ -64,15 +59,17 @@ struct Planner {
 
   // The first of the cluster's heads, in their group.
   __device__ __forceinline__ int FirstInGroup() const {
-    return (shared.planned.pack % params.packs_per_kv_head * kClusterSize) << params.log2_pack;
+    const PlannedTile& planned = shared.planned;
+    const int in_group = planned.pack - planned.kv_head * params.packs_per_kv_head;
+    return in_group * kClusterSize << params.log2_pack;
   }
 
   __device__ __forceinline__ void FindHead() {
     if (lane == 0) {
       PlannedTile& planned = shared.planned;
+      planned.kv_head = Divide(planned.pack, params.packs_per_kv_head);
       const int log2_pack = params.log2_pack + MorePacked(), first = FirstInGroup();
       const int in_group = first + (Rank() << log2_pack);
-      planned.kv_head = planned.pack / params.packs_per_kv_head;
       // In a cluster there may be none left: it then works in vain, for its part of the keys.
       planned.head = planned.kv_head * params.group +
                      (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
@@ -115,14 +112,6 @@ struct Planner {
       }
     }
     __syncwarp();
-  }
-
-  // Brings the tile's first slices to the multiprocessor's cache, where the producer finds them.
-  __device__ __forceinline__ void TouchSlices() {
-    const Tile& tile = shared.planned.tile;
-    if (tile.slice_begin + lane < tile.slice_end) {
-      Touch(TileSlices(params.work, tile) + tile.slice_begin + lane);
-    }
   }
 };
 

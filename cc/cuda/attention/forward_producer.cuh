@@ -19,27 +19,10 @@ struct Producer {
   RingPosition<Config::kBiasStages> bias_ring;
 
   __device__ __forceinline__ void Run() {
-    if (!params.work.is_ready) WaitForPreviousKernel();
-    for (uint32_t count = 0;; ++count) {
-      shared.next.WaitFor(count);
-      TakeTile();
-      if (shared.item.tile.num_blocks < 0) break;
+    shared.ahead.ForEach(params.work, lane, shared.planned, shared.item, [&] {
       if constexpr (Config::kQueriesByValues) LoadQueries();
       LoadBlocks();
-    }
-    LetNextKernelStart();
-  }
-
-  // Lanes copy a word each.
-  __device__ __forceinline__ void TakeTile() {
-    constexpr int kWords = sizeof(PlannedTile) / 4;
-    static_assert(kWords <= 32, "a lane for each");
-    __syncwarp();  // All are done with the tile before.
-    if (lane < kWords) {
-      reinterpret_cast<int32_t*>(&shared.item)[lane] =
-          reinterpret_cast<const int32_t*>(&shared.planned)[lane];
-    }
-    __syncwarp();
+    });
   }
 
   // To a stage of values, if there are any blocks to come.
@@ -68,14 +51,14 @@ struct Producer {
     // The next tile is asked for with the block before the last: the planner needs less time than
     // these two, and who takes work sooner may keep it from others in the end.
     const int asks_with = Max(tile.num_blocks - 2, 0);
-    if (tile.num_blocks == 0) shared.next.Ask(lane);
+    if (tile.num_blocks == 0) shared.ahead.Ask();
     constexpr bool kAlignsEnd = Config::kHasTerms;
     const auto load = [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN, ++number) {
         if (number < 0 || number >= tile.num_blocks) continue;
         const bool is_last = number + 1 == tile.num_blocks;
-        if (number == asks_with) shared.next.Ask(lane);
+        if (number == asks_with) shared.ahead.Ask();
         LoadKeys(slice, keys.end - Config::kBlockN, is_last);
         if (number > 0) LoadValues(v_row);
         v_row = keys.end - Config::kBlockN;

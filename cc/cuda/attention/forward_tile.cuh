@@ -110,11 +110,11 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   PlannedTile item;     // The producer's own.
   std::conditional_t<Config::kCutsKeys, KeyParts<Config::kClusterSize>, WholeWork> parts;
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
-  // consumers arrive and the producer waits.
+  // consumers arrive and the producer waits. Of queries, the planner in its place.
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
   ClusterWork work;
-  NextWork next;
+  WorkAhead ahead;
 };
 
 }  // namespace jax_magi::cuda

@@ -240,15 +240,6 @@ __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Brings a few words to this multiprocessor's cache, where others then find them.
-template <typename T>
-__device__ __forceinline__ void Touch(const T* words) {
-  const auto* first = reinterpret_cast<const int32_t*>(words);
-  int32_t a, b;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(a) : "l"(first) : "memory");
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(b) : "l"(first + sizeof(T) / 4 - 1) : "memory");
-}
-
 // --- Lanes of a warp ---
 
 // The sum over this lane and those before it.

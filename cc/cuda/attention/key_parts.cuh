@@ -15,7 +15,7 @@ struct PartsParams {
   float4* parts;
 };
 
-// Which work is cut, in shared memory: the producer's own.
+// Which work is cut, in shared memory: the planner's own.
 template <int kClusterSize>
 struct KeyParts {
   uint32_t first;     // Number of the first part; work before it is whole.
@@ -63,15 +63,16 @@ struct KeyParts {
     return number < first ? number : first + (number - first) / per_tile;
   }
 
-  // Leaves the part's blocks to the item, which is all of a tile. For one lane.
-  __device__ __forceinline__ void Cut(WorkItem& item) const {
+  // Leaves to the item, which is all of a tile, the blocks of the part of this number. For one
+  // lane.
+  __device__ __forceinline__ void Cut(uint32_t number, WorkItem& item) const {
     item.skipped = item.part = 0;
-    if (item.number < first || per_tile == 1) return;
-    const uint32_t part = (item.number - first) % per_tile;
+    if (number < first || per_tile == 1) return;
+    const uint32_t part = (number - first) % per_tile;
     const uint32_t num_blocks = item.tile.num_blocks;
     item.skipped = part * num_blocks / per_tile;
     item.tile.num_blocks = (part + 1) * num_blocks / per_tile - item.skipped;
-    item.part = per_tile << 16 | (item.number - first);
+    item.part = per_tile << 16 | (number - first);
   }
 };
 

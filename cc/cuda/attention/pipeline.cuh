@@ -115,8 +115,14 @@ struct WholeWork {
     return number < params.list->num_tiles * params.work_per_tile;
   }
   __device__ __forceinline__ uint32_t WorkOf(uint32_t number) const { return number; }
-  __device__ __forceinline__ void Cut(WorkItem&) const {}
+  __device__ __forceinline__ void Cut(uint32_t, WorkItem&) const {}
 };
+
+// A division takes 130 cycles: numbers are mostly below the divisor here, or it is 1.
+__device__ __forceinline__ uint32_t Divide(uint32_t x, uint32_t divisor) {
+  if (x < divisor) return 0;
+  return divisor == 1 ? x : x / divisor;
+}
 
 // Sets the item to work `number`. For one warp.
 template <typename Parts>
@@ -124,21 +130,21 @@ __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& 
                                          uint32_t number, int lane, WorkItem& item) {
   // Sections one after the other; in each, packs of heads side by side.
   const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
-  const uint32_t work = parts.WorkOf(number);
-  uint32_t index = work % per_section;
-  const uint32_t pack =
-      work / per_section * params.packs_per_section + index % params.packs_per_section;
-  index /= params.packs_per_section;
+  const uint32_t work = parts.WorkOf(number), section = Divide(work, per_section);
+  const uint32_t in_section = work - section * per_section;
+  const uint32_t repeat = in_section / params.packs_per_section;
+  if (lane == 0) item.pack = (section - repeat) * params.packs_per_section + in_section;
+  const uint32_t index = Divide(repeat, params.num_repeats);
+  const Tile* tile = params.list->tiles() + index;
+  int part = lane;
+  asm volatile("" : "+r"(part));  // Else addresses made of it take registers all the time.
+  if (part < static_cast<int>(sizeof(Tile) / sizeof(int4))) {  // Both at once.
+    reinterpret_cast<int4*>(&item.tile)[part] = reinterpret_cast<const int4*>(tile)[part];
+  }
+  __syncwarp();
   if (lane == 0) {
-    const Tile* tile = params.list->tiles() + index / params.num_repeats;
-#pragma unroll 1  // Registers.
-    for (int i = 0; i < 2; ++i) {
-      reinterpret_cast<int4*>(&item.tile)[i] = reinterpret_cast<const int4*>(tile)[i];
-    }
-    item.pack = pack;
-    item.number = number;
-    item.tile.batch += index % params.num_repeats;
-    parts.Cut(item);
+    item.tile.batch += repeat - index * params.num_repeats;
+    parts.Cut(number, item);
   }
   __syncwarp();
 }
@@ -184,6 +190,7 @@ struct ClusterWork {
     // not.
     if (ClusterRank() == 0) {
       Wait(&empty, count % 2 ^ 1);
+      __syncwarp();  // What follows lets the barrier go on.
       if (lane == 0) {
         number = gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1);
         StoreAt(&next, &full, 1, number);
@@ -202,43 +209,67 @@ struct ClusterWork {
 
 // Work that one warp, the planner, looks up for another, the producer, while that one is still at
 // the work before: it takes several trips to memory.
-struct NextWork {
+struct WorkAhead {
   uint64_t full, empty;
 
+  // All lanes arrive, as all write or read.
   __device__ __forceinline__ void Init() {
-    InitBarrier(&full, 1);
-    InitBarrier(&empty, 1);
+    InitBarrier(&full, 32);
+    InitBarrier(&empty, 32);
   }
 
-  // For the planner: find(number) for the work numbers `first` and what next(count) returns, each
-  // when it is asked for, as long as there is such work; it is then handed on, and done() follows.
+  // For the planner: find(number) sets `planned` to the work numbers `first` and what next(count)
+  // returns, each when it is asked for, as long as there is such work; it is handed on, and done()
+  // follows. In the end, a tile of less than 0 blocks is. Registers are scarce: the count is that
+  // of `planned`.
   template <typename Parts, typename Next, typename Find, typename Done>
-  __device__ __forceinline__ void Plan(const WorkParams& params, Parts& parts, int lane,
-                                       uint32_t first, Next next, Find find, Done done) {
+  __device__ __forceinline__ void Plan(const WorkParams& params, Parts&& parts, int lane,
+                                       uint32_t first, WorkItem& planned, Next next, Find find,
+                                       Done done) {
     if (!params.is_ready) WaitForPreviousKernel();
+    if (lane == 0) planned.num_done = 0;
     uint32_t number = first;
-    for (uint32_t count = 0; parts.Has(number, params, lane); ++count) {
+    while (parts.Has(number, params, lane)) {
       find(number);
-      HandOn(lane);
+      HandOn();
       done();
-      Wait(&empty, count % 2);
+      Wait(&empty, planned.num_done % 2);
       WaitForPreviousKernel();  // It resets the counter.
-      number = next(count);
+      number = next(planned.num_done);
+      __syncwarp();
+      if (lane == 0) ++planned.num_done;
+      __syncwarp();
     }
+    if (lane == 0) planned.tile.num_blocks = -1;
+    HandOn();
   }
 
-  __device__ __forceinline__ void HandOn(int lane) {
+  __device__ __forceinline__ void HandOn() { Arrive(&full); }
+
+  // For the producer: copies what is handed on to `item`, a word a lane, and calls load().
+  template <typename Item, typename Load>
+  __device__ __forceinline__ void ForEach(const WorkParams& params, int lane, const Item& planned,
+                                          Item& item, Load load) {
+    constexpr int kWords = sizeof(Item) / 4;
+    static_assert(kWords <= 32, "a lane for each");
+    if (!params.is_ready) WaitForPreviousKernel();
+    if (lane == 0) item.num_done = ~0u;  // Of those before the one that comes, less one.
     __syncwarp();
-    if (lane == 0) Arrive(&full);
+    while (true) {
+      Wait(&full, (item.num_done + 1) % 2);
+      __syncwarp();  // All are done with the one before.
+      if (lane < kWords) {
+        reinterpret_cast<int32_t*>(&item)[lane] = reinterpret_cast<const int32_t*>(&planned)[lane];
+      }
+      __syncwarp();
+      if (item.tile.num_blocks < 0) break;
+      load();
+    }
+    LetNextKernelStart();
   }
 
-  // For the producer: until the `count`th is there.
-  __device__ __forceinline__ void WaitFor(uint32_t count) { Wait(&full, count % 2); }
-
-  // What was there has been read by all lanes, and the next may be looked up. Once for each.
-  __device__ __forceinline__ void Ask(int lane) {
-    if (lane == 0) Arrive(&empty);
-  }
+  // The next may be looked up. Once for each.
+  __device__ __forceinline__ void Ask() { Arrive(&empty); }
 };
 
 // Rows of a box in which LoadPanels loads a block.
@@ -282,15 +313,12 @@ __device__ __forceinline__ void WaitForBarriers() {
   }
 }
 
-// The list that a tile's slices are in.
-__device__ __forceinline__ const Slice* TileSlices(const WorkParams& params, const Tile& tile) {
-  return params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
-}
-
 // Slice `i` of the tile's list.
 template <bool kByKeys>
 __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const Tile& tile, int i) {
-  return LoadSlice(TileSlices(params, tile), i, params.num_rows, params.num_columns, kByKeys);
+  const Slice* slices =
+      params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
+  return LoadSlice(slices, i, params.num_rows, params.num_columns, kByKeys);
 }
 
 // Whether every one of these rows sees every column of a block.
