@@ -86,16 +86,18 @@ def test_short_tiles_with_packed_heads(group, head_dim):
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 6, 10])
-def test_long_tiles(group):
+@pytest.mark.parametrize("sm_margin", [0, 130])
+def test_long_tiles(group, sm_margin):
   """Known masks with many keys a query, for which blocks of threads work in clusters.
 
-  There is a tile without keys, and one of few rows, which packs heads: more than are left.
+  There is a tile without keys, and one of few rows, which packs heads: more than are left. With the
+  margin, one cluster has them all.
   """
   slices = [(0, 128, 0, 8001, -(2**30), 2**30), (288, 320, 100, 7900, -(2**30), 7500)]
   mask = AttentionMask(np.array(slices, np.int32), 320, 8001)
   shape = (mask.q_len, mask.k_len, group, 1, 128, 128)
   inputs = make_inputs(np.random.default_rng(group), DTYPES["bf16"], *shape, 0)
-  check_attention(inputs, mask, "cuda", is_mask_known=True)
+  check_attention(inputs, mask, "cuda", is_mask_known=True, sm_margin=sm_margin)
 
 
 @pytest.mark.parametrize(
