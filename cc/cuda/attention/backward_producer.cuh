@@ -18,8 +18,7 @@ struct BackwardProducer {
   __device__ __forceinline__ void Run() {
     if constexpr (kClusterSize > 1) {
       ForEachWork(
-          params.work, lane, shared.item, blockIdx.x / kClusterSize, WholeWork(),
-          [&] { LoadTile(); },
+          params.work, lane, shared.item, blockIdx.x / kClusterSize, [&] { LoadTile(); },
           [&] {
             const uint32_t next = shared.work.Next(params.work, lane, shared.item.num_done);
             if (lane == 0) shared.item.number = next;
@@ -44,7 +43,7 @@ struct BackwardProducer {
       if (lane == 0) first = NextWork();
     }
     ForEachWork(
-        params.work, lane, shared.item, first, WholeWork(), [&] { LoadTile(); },
+        params.work, lane, shared.item, first, [&] { LoadTile(); },
         [&] {
           if (lane == 0) shared.item.number = NextWork();
         });

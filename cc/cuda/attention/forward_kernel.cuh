@@ -293,7 +293,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
                Config::kHasBiasBlocks ? kConsumers / 32 : kConsumers);
     }
     shared.work.Init();
-    shared.ahead.Init();
+    InitBarrier(&shared.planned_full, 32);
+    InitBarrier(&shared.planned_empty, 32);
     FenceBarrierInit();
   }
   WaitForBarriers<Config>();

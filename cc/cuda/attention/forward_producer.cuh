@@ -19,11 +19,33 @@ struct Producer {
   RingPosition<Config::kBiasStages> bias_ring;
 
   __device__ __forceinline__ void Run() {
-    shared.ahead.ForEach(params.work, lane, shared.planned, shared.item, [&] {
+    if (!params.work.is_ready) WaitForPreviousKernel();
+    if (lane == 0) shared.item.num_done = ~0u;  // Tiles so far, less one.
+    __syncwarp();
+    while (true) {
+      Wait(&shared.planned_full, (shared.item.num_done + 1) % 2);
+      TakeTile();
+      if (shared.item.tile.num_blocks < 0) break;
       if constexpr (Config::kQueriesByValues) LoadQueries();
       LoadBlocks();
-    });
+    }
+    LetNextKernelStart();
   }
+
+  // Copies what the planner hands on, a word a lane.
+  __device__ __forceinline__ void TakeTile() {
+    constexpr int kWords = sizeof(PlannedTile) / 4;
+    static_assert(kWords <= 32, "a lane for each");
+    __syncwarp();  // All are done with the tile before.
+    if (lane < kWords) {
+      reinterpret_cast<int32_t*>(&shared.item)[lane] =
+          reinterpret_cast<const int32_t*>(&shared.planned)[lane];
+    }
+    __syncwarp();
+  }
+
+  // Once a tile.
+  __device__ __forceinline__ void AskForNextTile() { Arrive(&shared.planned_empty); }
 
   // To a stage of values, if there are any blocks to come.
   __device__ __forceinline__ void LoadQueries() {
@@ -51,14 +73,14 @@ struct Producer {
     // The next tile is asked for with the block before the last: the planner needs less time than
     // these two, and who takes work sooner may keep it from others in the end.
     const int asks_with = Max(tile.num_blocks - 2, 0);
-    if (tile.num_blocks == 0) shared.ahead.Ask();
+    if (tile.num_blocks == 0) AskForNextTile();
     constexpr bool kAlignsEnd = Config::kHasTerms;
     const auto load = [&](int slice, Range keys) {
       // From right to left, so that under a causal mask the diagonal comes first.
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN, ++number) {
         if (number < 0 || number >= tile.num_blocks) continue;
         const bool is_last = number + 1 == tile.num_blocks;
-        if (number == asks_with) shared.ahead.Ask();
+        if (number == asks_with) AskForNextTile();
         LoadKeys(slice, keys.end - Config::kBlockN, is_last);
         if (number > 0) LoadValues(v_row);
         v_row = keys.end - Config::kBlockN;

@@ -90,9 +90,11 @@ __device__ __forceinline__ int TileSlot(const RingPosition<Config::kQStages>& q_
   return Config::kHasTerms ? q_ring.phase : q_ring.stage;
 }
 
-// A tile as the planner hands it to the producer. num_blocks < 0: no more work.
+// A tile as the planner hands it to the producer, while that one is still at the tile before.
+// num_blocks < 0: no more work.
 struct PlannedTile : WorkItem {
   int32_t kv_head;
+  int32_t log2_pack, num_packed;  // Heads from `head` on: 2^log2_pack, as far as there are any.
 };
 
 template <typename Config>
@@ -114,7 +116,9 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   uint64_t q_full[kQStages], q_empty[kQStages];
   uint64_t k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
   ClusterWork work;
-  WorkAhead ahead;
+  // The planner arrives on `full`, and the producer waits; on `empty`, it asks for the next. With
+  // all lanes, as all write or read.
+  uint64_t planned_full, planned_empty;
 };
 
 }  // namespace jax_magi::cuda

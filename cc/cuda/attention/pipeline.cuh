@@ -151,9 +151,10 @@ __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& 
 
 // Calls load() for the work of this block of threads, which it finds in `item`: number `first`,
 // then what next() sets. For one warp.
-template <typename Parts, typename Load, typename Next>
+template <typename Load, typename Next>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
-                                            uint32_t first, Parts&& parts, Load load, Next next) {
+                                            uint32_t first, Load load, Next next) {
+  constexpr WholeWork parts;
   if (!params.is_ready) WaitForPreviousKernel();
   if (lane == 0) {
     item.number = first;
@@ -205,71 +206,6 @@ struct ClusterWork {
     }
     return __shfl_sync(~0u, number, 0);
   }
-};
-
-// Work that one warp, the planner, looks up for another, the producer, while that one is still at
-// the work before: it takes several trips to memory.
-struct WorkAhead {
-  uint64_t full, empty;
-
-  // All lanes arrive, as all write or read.
-  __device__ __forceinline__ void Init() {
-    InitBarrier(&full, 32);
-    InitBarrier(&empty, 32);
-  }
-
-  // For the planner: find(number) sets `planned` to the work numbers `first` and what next(count)
-  // returns, each when it is asked for, as long as there is such work; it is handed on, and done()
-  // follows. In the end, a tile of less than 0 blocks is. Registers are scarce: the count is that
-  // of `planned`.
-  template <typename Parts, typename Next, typename Find, typename Done>
-  __device__ __forceinline__ void Plan(const WorkParams& params, Parts&& parts, int lane,
-                                       uint32_t first, WorkItem& planned, Next next, Find find,
-                                       Done done) {
-    if (!params.is_ready) WaitForPreviousKernel();
-    if (lane == 0) planned.num_done = 0;
-    uint32_t number = first;
-    while (parts.Has(number, params, lane)) {
-      find(number);
-      HandOn();
-      done();
-      Wait(&empty, planned.num_done % 2);
-      WaitForPreviousKernel();  // It resets the counter.
-      number = next(planned.num_done);
-      __syncwarp();
-      if (lane == 0) ++planned.num_done;
-      __syncwarp();
-    }
-    if (lane == 0) planned.tile.num_blocks = -1;
-    HandOn();
-  }
-
-  __device__ __forceinline__ void HandOn() { Arrive(&full); }
-
-  // For the producer: copies what is handed on to `item`, a word a lane, and calls load().
-  template <typename Item, typename Load>
-  __device__ __forceinline__ void ForEach(const WorkParams& params, int lane, const Item& planned,
-                                          Item& item, Load load) {
-    constexpr int kWords = sizeof(Item) / 4;
-    static_assert(kWords <= 32, "a lane for each");
-    if (!params.is_ready) WaitForPreviousKernel();
-    if (lane == 0) item.num_done = ~0u;  // Of those before the one that comes, less one.
-    __syncwarp();
-    while (true) {
-      Wait(&full, (item.num_done + 1) % 2);
-      __syncwarp();  // All are done with the one before.
-      if (lane < kWords) {
-        reinterpret_cast<int32_t*>(&item)[lane] = reinterpret_cast<const int32_t*>(&planned)[lane];
-      }
-      __syncwarp();
-      if (item.tile.num_blocks < 0) break;
-      load();
-    }
-    LetNextKernelStart();
-  }
-
-  // The next may be looked up. Once for each.
-  __device__ __forceinline__ void Ask() { Arrive(&empty); }
 };
 
 // Rows of a box in which LoadPanels loads a block.
