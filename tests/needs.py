@@ -1,7 +1,13 @@
 """What the CUDA kernels ask for a call, without a GPU."""
 
+import contextlib
+import types
+from unittest import mock
+
+import jax
 import numpy as np
 
+from jax_magi._src.native import attention
 from jax_magi._src.native.backends import HOPPER
 
 
@@ -25,3 +31,27 @@ def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_he
 def most_tile_rows(needs):
   """Of one head, as the stamp of the tile list says."""
   return needs.tile_stamp >> 10 & 1023
+
+
+def stamped_blocks(needs):
+  """Of the tile list, as its stamp says: about as many."""
+  code = needs.tile_stamp >> 24
+  return (4 + code % 4) * 2 ** (code // 4) // 4 if code else 0
+
+
+@contextlib.contextmanager
+def forward_in_clusters():
+  """Lets forward calls run in clusters where they can, as if they had any amount of work."""
+  plain_needs = attention._needs
+
+  def needs(*args, is_backward, **options):
+    found = plain_needs(*args, is_backward=is_backward, **options)
+    if is_backward:
+      return found
+    fields = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+    return types.SimpleNamespace(**fields | {"tile_stamp": found.tile_stamp | 127 << 24})
+
+  jax.clear_caches()
+  with mock.patch.object(attention, "_needs", needs):
+    yield
+  jax.clear_caches()

@@ -25,6 +25,7 @@ import numpy as np
 import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import check_attention, make_inputs
+from tests.needs import forward_in_clusters
 from tests.softmax_cases import SoftmaxCase, check_softmax
 
 _UNEVEN = AttentionMask.from_ranges(
@@ -53,6 +54,12 @@ def _attention(dims, mask, deterministic, bias=None, bias_dtype=None, has_alibi=
       is_mask_known=is_mask_known,
       **options,
     )
+
+
+def _in_clusters(mask):
+  """Two blocks of threads that share keys, and have all tiles."""
+  with forward_in_clusters():
+    _attention((128, 128), mask, deterministic=False, sm_margin=130)
 
 
 def _batch():
@@ -131,10 +138,8 @@ def _cases():
         f"attention-{dims[0]}-{dims[1]}-clusters",
         functools.partial(_attention, dims, AttentionMask.full(6200, 512), False),
       )
-  yield (  # Two that share keys, and have all tiles.
-    "attention-128-128-forward-clusters",
-    functools.partial(_attention, (128, 128), AttentionMask.full(300, 2700), False, sm_margin=130),
-  )
+  for name, mask in (("long", AttentionMask.full(300, 1100)), ("uneven", _UNEVEN)):
+    yield f"attention-128-128-forward-clusters-{name}", functools.partial(_in_clusters, mask)
   yield "attention-batch", _batch
   yield from _bias_cases()
   for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.

@@ -146,21 +146,6 @@ def test_random_slices(seed):
   check_attention(inputs, mask, "cuda", softcap=softcap, is_mask_known=bool(rng.integers(2)))
 
 
-@pytest.mark.parametrize("bias", ["hqk", "h1k", None])
-def test_long_tiles(bias):
-  """For which the forward kernel runs in clusters."""
-  length = 2688
-  mask = AttentionMask.full(length)
-  inputs = make_inputs(
-    np.random.default_rng(0),
-    DTYPES["bf16"],
-    *(length, length, 2, 1, 128, 128),
-    bias=bias,
-    has_alibi=True,
-  )
-  check_attention(inputs, mask, "cuda", is_mask_known=True)
-
-
 @pytest.mark.parametrize(("q_len", "k_len"), [(0, 40), (40, 0)])
 def test_no_tokens(q_len, k_len):
   q, k, bias = (

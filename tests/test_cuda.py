@@ -1,6 +1,7 @@
 """The Hopper kernels: named cases and random masks, forward and backward, on a GPU."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -85,21 +86,6 @@ def test_short_tiles_with_packed_heads(group, head_dim):
   check_attention(inputs, AttentionMask.from_cu_seqlens(bounds, causal=True), "cuda")
 
 
-@pytest.mark.parametrize("group", [2, 3, 4, 6, 10])
-@pytest.mark.parametrize("sm_margin", [0, 130])
-def test_long_tiles(group, sm_margin):
-  """Known masks with many keys a query, for which blocks of threads work in clusters.
-
-  There is a tile without keys, and one of few rows, which packs heads: more than are left. With the
-  margin, one cluster has them all.
-  """
-  slices = [(0, 128, 0, 8001, -(2**30), 2**30), (288, 320, 100, 7900, -(2**30), 7500)]
-  mask = AttentionMask(np.array(slices, np.int32), 320, 8001)
-  shape = (mask.q_len, mask.k_len, group, 1, 128, 128)
-  inputs = make_inputs(np.random.default_rng(group), DTYPES["bf16"], *shape, 0)
-  check_attention(inputs, mask, "cuda", is_mask_known=True, sm_margin=sm_margin)
-
-
 @pytest.mark.parametrize(
   ("dtype", "head_dim", "group", "sm_margin"),
   [
@@ -112,7 +98,7 @@ def test_long_tiles(group, sm_margin):
   ],
 )
 def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
-  """The same, for which the backward kernel runs in clusters.
+  """Known masks with many queries a key, for which the backward kernel runs in clusters.
 
   One of two blocks of threads has fewer keys than the other, and none in a tile without queries.
   """
@@ -122,6 +108,35 @@ def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
   shape = (mask.q_len, mask.k_len, group, 1, head_dim, head_dim)
   inputs = make_inputs(np.random.default_rng(group), DTYPES[dtype], *shape, 0)
   check_attention(inputs, mask, "cuda", is_mask_known=True, sm_margin=sm_margin)
+
+
+@pytest.mark.parametrize(
+  ("mask", "heads", "batch", "cluster_size"),
+  [
+    (AttentionMask.full(2048), (48, 8), 1, 2),
+    (AttentionMask.sliding_window(4096, left=1023), (48, 8), 1, 2),
+    (AttentionMask.full(1024), (48, 8), 8, 2),
+    (AttentionMask.full(1024), (48, 8), 1, 1),
+    (AttentionMask.causal(2048), (48, 8), 1, 1),
+    (AttentionMask.full(2048), (8, 2), 1, 1),
+    (AttentionMask.full(4096), (24, 8), 1, 1),  # Its heads do not come in pairs.
+  ],
+  ids=["full", "window", "batch", "short", "causal", "few_heads", "odd_group"],
+)
+def test_much_work_is_done_in_clusters(mask, heads, batch, cluster_size, tmp_path):
+  """By the name of the forward kernel that ran."""
+  arrays = _arrays(
+    *((batch, mask.q_len, num_heads, 128) for num_heads in (heads[0], *heads[1:] * 2))
+  )
+  fun = functools.partial(jax_magi.attention, mask=mask, implementation="cuda")
+  with jax.profiler.trace(tmp_path):
+    jax.block_until_ready(jax.jit(jax.vmap(lambda *x: fun(*x)[0]))(*arrays))
+  (path,) = tmp_path.rglob("*.xplane.pb")
+  profile = jax.profiler.ProfileData.from_file(str(path))
+  names = {e.name for plane in profile.planes for line in plane.lines for e in line.events}
+  # The last argument of its configuration.
+  sizes = {found[1] for name in names if (found := re.search(r"ForwardConfig<.*?(\d) ?>", name))}
+  assert sizes == {str(cluster_size)}
 
 
 _TWO_RANGES = AttentionMask.from_ranges([[0, 3000], [3500, 7000]], [[0, 512], [0, 512]], [0, 0])

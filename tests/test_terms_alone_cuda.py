@@ -116,19 +116,6 @@ def test_pairs_that_are_hidden_in_a_batch(head_dim):
   )
 
 
-@pytest.mark.parametrize("num_q_heads", [2, 3, 12])
-def test_bias_with_long_tiles(num_q_heads):
-  """For which the forward kernel runs in clusters, if heads come in pairs."""
-  length = 2688
-  inputs = make_inputs(
-    np.random.default_rng(0),
-    DTYPES["bf16"],
-    *(length, length, num_q_heads, 1 if num_q_heads < 4 else 6, 128, 128),
-    bias="hqk",
-  )
-  check_attention(inputs, AttentionMask.full(length), "cuda", is_mask_known=True)
-
-
 def _check_slopes(length, heads, head_dim, mask, *, is_mask_known=True, deterministic=False):
   inputs = make_inputs(
     np.random.default_rng(0),

@@ -9,7 +9,7 @@ import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native.backends import HOPPER
-from tests.needs import hopper_needs, most_tile_rows
+from tests.needs import hopper_needs, most_tile_rows, stamped_blocks
 
 if HOPPER.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
@@ -130,40 +130,16 @@ def test_stamps_tell_aligned_keys(is_backward):
   assert stamp & 512 and not hopper_needs(mask, is_backward=is_backward).tile_stamp & 512
 
 
-@pytest.mark.parametrize(
-  ("mask", "is_long"),
-  [
-    (AttentionMask.full(4096), True),
-    (AttentionMask.causal(16384), True),
-    (AttentionMask.full(2048), False),
-    (AttentionMask.causal(4096), False),
-    (AttentionMask.sliding_window(16384, left=1023), False),
-    (AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
-  ],
-  ids=["full_4k", "causal_16k", "full_2k", "causal_4k", "window", "documents"],
-)
-def test_stamps_tell_long_tiles(mask, is_long):
-  """Those for which the forward kernel runs in clusters."""
-  stamp = hopper_needs(mask, is_backward=False).tile_stamp
-  assert stamp >> 24 == is_long
-  assert hopper_needs(mask, is_backward=False, static_slices=None).tile_stamp == stamp % 2**24
-
-
-@pytest.mark.parametrize(
-  ("mask", "is_long"),
-  [
-    (AttentionMask.full(8192), True),
-    (AttentionMask.causal(16384), True),
-    (AttentionMask.full(4096), False),
-    (AttentionMask.sliding_window(16384, left=1023), False),
-    (AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
-  ],
-  ids=["full_8k", "causal_16k", "full_4k", "window", "documents"],
-)
-def test_stamps_tell_long_tiles_of_keys(mask, is_long):
-  """Those for which few heads are worked on at once, where dq is added to in order."""
-  stamp = hopper_needs(mask, is_backward=True, deterministic=True).tile_stamp
-  assert stamp >> 24 == is_long
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", [*MASKS, "long"])
+def test_stamps_tell_the_number_of_blocks(name, is_backward):
+  """About: rounded down to three bits. By it, launches tell much work from little."""
+  mask = (MASKS | {"long": AttentionMask.full(1 << 17)})[name]
+  call = {"is_backward": is_backward, "deterministic": is_backward}
+  known, traced = (hopper_needs(mask, **call, **more) for more in ({}, {"static_slices": None}))
+  blocks = _tiles(mask, **call)[2].sum()
+  assert 0.8 * blocks <= stamped_blocks(known) <= blocks
+  assert stamped_blocks(traced) == 0 and traced.tile_stamp == known.tile_stamp % 2**24
 
 
 @pytest.mark.parametrize(

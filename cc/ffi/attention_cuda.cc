@@ -37,7 +37,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
   if (call.shape.head_dim % 8 || call.shape.value_dim % 8) {
     return ffi::Error::InvalidArgument(context + ": head dims must be multiples of 8 on CUDA");
   }
-  const int32_t stamp = tile_stamp & ~cuda::kLongTilesStamp;
+  const int32_t stamp = tile_stamp % cuda::kBlocksStamp;
   const bool in_clusters =
       layout.cluster_tiling.num_rows > 0 && stamp == layout.cluster_tiling.stamp();
   // The launch says so where no kernel was built.
@@ -51,7 +51,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
   *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
-              (tile_stamp & cuda::kLongTilesStamp) != 0,
+              cuda::BlocksOfStamp(tile_stamp),
               in_clusters,
               workspace.untyped_data(),
               sm_margin,
@@ -151,8 +151,7 @@ ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
   if (q_len < 0 || q_len >= kUnbounded) return Invalid(context, "q_len", "is out of range");
   if (k_len < 0 || k_len >= kUnbounded) return Invalid(context, "k_len", "is out of range");
   const cuda::Tiling tiling = cuda::Tiling::OfStamp(tile_stamp);
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckStamp(context, tile_stamp & ~cuda::kLongTilesStamp, tiling.stamp()));
+  JAX_MAGI_RETURN_IF_ERROR(CheckStamp(context, tile_stamp % cuda::kBlocksStamp, tiling.stamp()));
   if (tiling.num_rows == 0 || tiling.num_columns == 0) {
     return Invalid(context, "tile_stamp", "has tiles without rows or columns");
   }

@@ -215,7 +215,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     }
     needs.tile_list = std::move(plan.tile_list);
     needs.tile_cost = plan.cost;
-    if (HasLongTiles(needs.tile_list, call.is_backward)) needs.tile_stamp += kLongTilesStamp;
+    needs.tile_stamp += StampOfBlocks(NumBlocks(needs.tile_list));
   }
   if (call.is_backward) {
     needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);

@@ -38,11 +38,13 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   const int num_kv_heads = static_cast<int>(shape.num_kv_heads);
   if (num_kv_heads == 0) return {};
   const int num_packs = num_kv_heads * num_parts;
-  const int64_t num_tiles =
-      std::max<int64_t>(shape.batch * CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
-  const int64_t most_work = !order.is_fixed()        ? kWorkPerSection / Config::kClusterSize
-                            : options.has_long_tiles ? kWorkPerSectionInOrder
-                                                     : std::numeric_limits<int64_t>::max();
+  const int64_t tiles_per_row = std::max(CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
+  const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_row;
+  // Between documents with 15 blocks a tile and 16k causal tokens with 100.
+  const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_row;
+  const int64_t most_work = !order.is_fixed() ? kWorkPerSection / Config::kClusterSize
+                            : has_long_tiles  ? kWorkPerSectionInOrder
+                                              : std::numeric_limits<int64_t>::max();
   int64_t heads_per_section =
       std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
   while (num_kv_heads % heads_per_section) --heads_per_section;

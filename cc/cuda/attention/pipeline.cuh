@@ -55,7 +55,8 @@ __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
   if (thread % 32 == 0) Arrive(barrier);
 }
 
-// One thread arrives for its warp at the barrier of each block of threads of its cluster.
+// One thread arrives for its warp at the barrier of each block of threads of its cluster: at its
+// own, the one that reads for it.
 template <int kClusterSize, bool kIsOrdered = false>
 __device__ __forceinline__ void ArriveByWarpAtAll(uint64_t* barrier, int thread) {
   if constexpr (kClusterSize == 1) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void ArriveByWarpAtAll(uint64_t* barrier, int thread)
     __syncwarp();
     if (thread % 32 < kClusterSize) {
       const auto arrive = kIsOrdered ? ArriveAt : ArriveUnorderedAt;
-      arrive(barrier, thread % 32);
+      arrive(barrier, ClusterRank() ^ thread % 32);
     }
   }
 }

@@ -65,8 +65,21 @@ struct Tiling {
     return {stamp >> 10 & 1023, stamp & 511, (stamp >> 20 & 1) != 0, (stamp >> 9 & 1) != 0};
   }
 };
-// Added to the stamp of a list with HasLongTiles: the host does not read lists when it launches.
-constexpr int32_t kLongTilesStamp = 1 << 24;
+
+// What the stamp of a known list has besides, in multiples of this: about how many blocks all tiles
+// have, as the host does not read lists when it launches. A list from the device has 0.
+constexpr int32_t kBlocksStamp = 1 << 24;
+// Two bits below the leading one, and the exponent.
+inline int32_t StampOfBlocks(int64_t num_blocks) {
+  int exponent = 0;
+  while (num_blocks >> exponent > 1 && exponent < 31) ++exponent;
+  const auto bits = static_cast<int32_t>((num_blocks << 2 >> exponent) & 3);
+  return (4 * exponent + bits) * kBlocksStamp;
+}
+inline int64_t BlocksOfStamp(int32_t stamp) {
+  const int code = stamp / kBlocksStamp & 127;
+  return code == 0 ? 0 : int64_t{4 + code % 4} << code / 4 >> 2;
+}
 
 inline int NumRows(const AttentionShape& shape, const Tiling& tiling) {
   return static_cast<int>(tiling.by_keys ? shape.k_len : shape.q_len);
