@@ -119,9 +119,10 @@ def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
     (AttentionMask.full(1024), (48, 8), 1, 1),
     (AttentionMask.causal(2048), (48, 8), 1, 1),
     (AttentionMask.full(2048), (8, 2), 1, 1),
+    (AttentionMask.from_cu_seqlens(np.arange(0, 32769, 128)), (48, 8), 1, 1),
     (AttentionMask.full(4096), (24, 8), 1, 1),  # Its heads do not come in pairs.
   ],
-  ids=["full", "window", "batch", "short", "causal", "few_heads", "odd_group"],
+  ids=["full", "window", "batch", "short", "causal", "few_heads", "one_block_a_tile", "odd_group"],
 )
 def test_much_work_is_done_in_clusters(mask, heads, batch, cluster_size, tmp_path):
   """By the name of the forward kernel that ran."""

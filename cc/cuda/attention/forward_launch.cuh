@@ -108,13 +108,14 @@ inline bool PrefersSmallTiles(const AttentionShape& shape) {
 
 // Whether two blocks of threads should make a cluster, which needs two heads of a group: each loads
 // half of the keys and values for both, but they begin and end together. `num_blocks` are those of
-// the list. On an H200, where each cluster has 64 of them to work on and more, it is worth 1 to 6%
-// (with 48 heads, all masks of 4k tokens, and full ones of 2k), and costs up to 6% where it has 50
-// and fewer.
+// the list. On an H200, where each cluster has 64 of them to work on and more, it is worth up to 6%
+// (with 48 heads, all masks of 4k tokens, and full ones of 2k), and costs as much where it has 50
+// and fewer, or tiles of 3 each.
 inline bool PrefersClusters(const AttentionShape& shape, int64_t num_blocks) {
-  constexpr int64_t kLeastBlocks = 60, kNumClusters = 66;
+  constexpr int64_t kLeastBlocks = 60, kLeastOfTile = 4, kNumClusters = 66, kTileRows = 128;
   if (shape.num_kv_heads == 0 || shape.group() % 2 != 0) return false;
-  return num_blocks * shape.batch * (shape.num_q_heads / 2) >= kLeastBlocks * kNumClusters;
+  return num_blocks * shape.batch * (shape.num_q_heads / 2) >= kLeastBlocks * kNumClusters &&
+         num_blocks * kTileRows >= kLeastOfTile * shape.q_len;
 }
 
 // Calls use() with the configuration for the call. Clusters change nothing of its tiling.
