@@ -17,10 +17,9 @@ namespace jax_magi::cuda {
 struct LaunchOptions {
   // On the device, as PlanTiles or MakeTileList made it for the call's tiling.
   const TileList* tile_list;
-  // As its stamp says. In how many blocks, about; 0: not known.
-  int64_t num_blocks;
-  bool in_clusters;  // Of the backward kernel.
-  void* workspace;   // As many bytes as AttentionNeeds says.
+  int64_t num_blocks;  // Of all its tiles, about, as its stamp says; 0: not known.
+  bool in_clusters;    // Of the backward kernel.
+  void* workspace;     // As many bytes as AttentionNeeds says.
   int sm_margin;
   cudaStream_t stream;
 };
