@@ -126,9 +126,8 @@ def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
 )
 def test_much_work_is_done_in_clusters(mask, heads, batch, cluster_size, tmp_path):
   """By the name of the forward kernel that ran."""
-  arrays = _arrays(
-    *((batch, mask.q_len, num_heads, 128) for num_heads in (heads[0], *heads[1:] * 2))
-  )
+  q_shape, k_shape = ((batch, mask.q_len, num_heads, 128) for num_heads in heads)
+  arrays = _arrays(q_shape, k_shape, k_shape)
   fun = functools.partial(jax_magi.attention, mask=mask, implementation="cuda")
   with jax.profiler.trace(tmp_path):
     jax.block_until_ready(jax.jit(jax.vmap(lambda *x: fun(*x)[0]))(*arrays))
