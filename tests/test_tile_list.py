@@ -143,6 +143,42 @@ def test_stamps_tell_the_number_of_blocks(name, is_backward):
 
 
 @pytest.mark.parametrize(
+  ("mask", "is_long"),
+  [
+    (AttentionMask.full(8192), True),
+    (AttentionMask.causal(16384), True),
+    (AttentionMask.full(4096), False),
+    (AttentionMask.sliding_window(16384, left=1023), False),
+    (AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
+  ],
+  ids=["full_8k", "causal_16k", "full_4k", "window", "documents"],
+)
+def test_stamps_tell_long_tiles_of_keys(mask, is_long):
+  """With 64 blocks each: few heads are worked on at once, where dq is added to in order."""
+  needs = hopper_needs(mask, is_backward=True, deterministic=True)
+  assert (stamped_blocks(needs) >= 64 * mask.k_len // 128) == is_long
+
+
+@pytest.mark.parametrize(
+  ("mask", "is_long"),
+  [
+    (AttentionMask.full(2048), True),
+    (AttentionMask.causal(4096), True),
+    (AttentionMask.sliding_window(4096, left=1023), True),
+    (AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), True),
+    (AttentionMask.full(1024), False),
+    (AttentionMask.causal(2048), False),
+    (AttentionMask.sliding_window(2048, left=1023), False),
+  ],
+  ids=["full_2k", "causal_4k", "window_4k", "documents", "full_1k", "causal_2k", "window_2k"],
+)
+def test_stamps_tell_much_work(mask, is_long):
+  """For the forward kernel to run in clusters: 60 blocks for each of 66, with 24 pairs of heads."""
+  needs = hopper_needs(mask, is_backward=False)
+  assert (stamped_blocks(needs) * 24 >= 60 * 66) == is_long
+
+
+@pytest.mark.parametrize(
   ("head_dim", "mask", "is_in_clusters"),
   [
     (128, AttentionMask.full(4096), True),

@@ -38,10 +38,10 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   const int num_kv_heads = static_cast<int>(shape.num_kv_heads);
   if (num_kv_heads == 0) return {};
   const int num_packs = num_kv_heads * num_parts;
-  const int64_t tiles_per_row = std::max(CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
-  const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_row;
+  const int64_t tiles_per_list = std::max(CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
+  const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_list;
   // Between documents with 15 blocks a tile and 16k causal tokens with 100.
-  const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_row;
+  const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_list;
   const int64_t most_work = !order.is_fixed() ? kWorkPerSection / Config::kClusterSize
                             : has_long_tiles  ? kWorkPerSectionInOrder
                                               : std::numeric_limits<int64_t>::max();
@@ -56,7 +56,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   }
   BackwardParamsOf<Config> params;
   params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, counter, num_packs,
-                         static_cast<int>(heads_per_section) * num_parts, /*is_ready=*/false);
+                         static_cast<int>(heads_per_section) * num_parts);
 
   // Without queries, these are described but never read.
   const void* q = args.q == nullptr ? args.k : args.q;

@@ -46,7 +46,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
-                         PacksPerSection(shape, packs_per_kv_head), /*is_ready=*/true);
+                         PacksPerSection(shape, packs_per_kv_head));
   // Without keys, these are described but never read.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;

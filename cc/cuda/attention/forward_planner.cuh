@@ -21,7 +21,6 @@ struct Planner {
     if constexpr (Config::kCutsKeys) {
       shared.parts.Start(params.work, params.parts.parts != nullptr, lane);
     }
-    if (!params.work.is_ready) WaitForPreviousKernel();
     if (lane == 0) planned.num_done = 0;
     uint32_t number = blockIdx.x / kClusterSize;
     while (shared.parts.Has(number, params.work, lane)) {

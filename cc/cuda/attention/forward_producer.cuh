@@ -19,7 +19,6 @@ struct Producer {
   RingPosition<Config::kBiasStages> bias_ring;
 
   __device__ __forceinline__ void Run() {
-    if (!params.work.is_ready) WaitForPreviousKernel();
     if (lane == 0) shared.item.num_done = ~0u;  // Tiles so far, less one.
     __syncwarp();
     while (true) {

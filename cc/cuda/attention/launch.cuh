@@ -16,11 +16,10 @@
 
 namespace jax_magi::cuda {
 
-// Says what work there is: each tile for `num_packs` packs of heads. Where it is not ready, the
-// kernel before makes the list of tiles, or what the producer loads first.
+// Says what work there is: each tile for `num_packs` packs of heads.
 inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                            const TileList* list, WorkCounter* counter, int num_packs,
-                           int packs_per_section, bool is_ready) {
+                           int packs_per_section) {
   WorkParams work;
   work.slices = slices;
   work.num_slices = static_cast<int>(shape.num_slices);
@@ -28,7 +27,6 @@ inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, co
   work.num_columns = NumColumns(shape, tiling);
   work.list = list;
   work.counter = counter;
-  work.is_ready = is_ready;
   work.num_repeats = shape.shared_slices ? static_cast<uint32_t>(shape.batch) : 1;
   work.packs_per_section = packs_per_section;
   work.work_per_tile = work.num_repeats * num_packs;

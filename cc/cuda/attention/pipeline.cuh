@@ -17,7 +17,6 @@ struct WorkParams {
   int num_slices, num_rows, num_columns;
   const TileList* list;
   WorkCounter* counter;
-  bool is_ready;  // Else the kernel before makes the list, or what is loaded first.
   // With shared slices, the list's tiles serve this many batch elements; else it names them itself.
   uint32_t num_repeats;
   uint32_t packs_per_section;  // Worked on at once.
@@ -156,7 +155,7 @@ template <typename Load, typename Next>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
                                             uint32_t first, Load load, Next next) {
   constexpr WholeWork parts;
-  if (!params.is_ready) WaitForPreviousKernel();
+  WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
   if (lane == 0) {
     item.number = first;
     item.num_done = 0;
@@ -165,7 +164,6 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
   while (parts.Has(item.number, params, lane)) {
     FindWork(params, parts, item.number, lane, item);
     load();
-    WaitForPreviousKernel();  // It resets the counter.
     // Consumers are a few blocks behind: there is time for the trip to memory.
     next();
     if (lane == 0) ++item.num_done;
