@@ -44,7 +44,7 @@ def attention(
   logits = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * jnp.asarray(scale, q.dtype)
   mask = jnp.asarray(dense_mask)[None]
   if bias is not None:
-    bias = jnp.asarray(bias, q.dtype)
+    bias = jnp.broadcast_to(jnp.asarray(bias, q.dtype), logits.shape)
     logits, mask = logits + bias, mask & (bias != -jnp.inf)
   if alibi_slopes is not None:
     distances = jnp.arange(k.shape[0])[None, :] - jnp.arange(q.shape[0])[:, None]
@@ -80,7 +80,7 @@ def softmax(x, *, scale=1.0, mask=None, bias=None, offset=None) -> jax.Array:
   """
   logits = x * jnp.asarray(scale, x.dtype)
   if bias is not None:
-    logits = logits + jnp.asarray(bias, x.dtype)
+    logits = logits + jnp.broadcast_to(jnp.asarray(bias, x.dtype), x.shape)
   mask = jnp.broadcast_to(True if mask is None else mask, x.shape) & (logits != -jnp.inf)
   extra = jnp.full((*x.shape[:-1], 1), -jnp.inf, x.dtype)
   if offset is not None:

@@ -56,7 +56,8 @@ def _attention_fwd(config, *operands):
   q, k, v, slices, sink, terms = jax.tree.map(lambda x: x.value, operands)
   # In the gradient of slopes, an error of delta counts as often as there are tokens between a query
   # and the keys that matter to it: delta is then made of an `out` that is not rounded.
-  out_dtype = jnp.promote_types(q.dtype, np.float32) if "alibi_slopes" in wanted else None
+  needs_float32 = "alibi_slopes" in wanted and q.dtype.itemsize < 4
+  out_dtype = np.float32 if needs_float32 else None
   out, lse, max_logits = forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
   out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)

@@ -57,7 +57,8 @@ def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
   of a key that is passed to it.
   """
   chunks, _, chunk_size = _side(check_one_key(key), role)
-  return (chunks[..., None] * chunk_size + np.arange(chunk_size, dtype=np.int32)).reshape(-1)
+  places = np.arange(chunk_size, dtype=np.int32)[None, None]
+  return (chunks[..., None] * chunk_size + places).reshape(-1)
 
 
 def roll(
