@@ -196,6 +196,19 @@ jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::Attention
   return jax_magi::cuda::NeedsOf(call, slices);
 }
 
+std::map<std::string, int64_t> jax_magi_cuda_read_tile_stamp(int32_t stamp) {
+  const auto tiling = jax_magi::cuda::Tiling::OfStamp(stamp);
+  return {{"num_rows", tiling.num_rows},
+          {"num_columns", tiling.num_columns},
+          {"by_keys", tiling.by_keys},
+          {"aligns_keys", tiling.aligns_keys},
+          {"num_blocks", jax_magi::cuda::BlocksOfStamp(stamp)}};
+}
+
+int32_t jax_magi_cuda_stamp_of_blocks(int64_t num_blocks) {
+  return jax_magi::cuda::StampOfBlocks(num_blocks);
+}
+
 std::map<std::string, std::vector<std::string>> jax_magi_cuda_variants() {
   return {{"attention forward", jax_magi::cuda::ForwardVariants()},
           {"attention backward", jax_magi::cuda::BackwardVariants()},

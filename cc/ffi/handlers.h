@@ -4,6 +4,7 @@
 #ifndef JAX_MAGI_FFI_HANDLERS_H_
 #define JAX_MAGI_FFI_HANDLERS_H_
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -41,5 +42,11 @@ JAX_MAGI_DECLARE_NEEDS(jax_magi_cuda_attention_needs);
 
 JAX_MAGI_DECLARE_VARIANTS(jax_magi_cpu_variants);
 JAX_MAGI_DECLARE_VARIANTS(jax_magi_cuda_variants);
+
+// What the stamp of a tile list says, by name; and a stamp's share that says how many blocks its
+// tiles have.
+__attribute__((visibility("default"))) std::map<std::string, int64_t> jax_magi_cuda_read_tile_stamp(
+    int32_t stamp);
+__attribute__((visibility("default"))) int32_t jax_magi_cuda_stamp_of_blocks(int64_t num_blocks);
 
 #endif  // JAX_MAGI_FFI_HANDLERS_H_
