@@ -9,12 +9,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 import jax_magi
-from jax_magi import reference
+from tests import dense
+from tests.compilation import quick_jit
 
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
@@ -91,20 +91,7 @@ def make_inputs(
   return inputs
 
 
-# Cases are compiled to be run once or a few times: optimising would be most of the tests' time.
-jit_unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-jit_once = functools.partial(jit_unoptimised, static_argnames=("options",))
-
-
-@jit_once
-def _dense(operands, cotangents, dense_mask, options):
-  def fun(q, k, v, sink, bias, slopes):
-    terms = {"sink": sink, "bias": bias, "alibi_slopes": slopes}
-    out, lse, max_logits = reference.attention(q, k, v, dense_mask, **terms, **dict(options))
-    return (out, lse), max_logits
-
-  (out, lse), vjp, max_logits = jax.vjp(fun, *operands, has_aux=True)
-  return named_results(out, lse, max_logits, vjp(cotangents))
+jit_once = functools.partial(quick_jit, static_argnames=("options",))
 
 
 def _attention(operands, mask, options):
@@ -197,16 +184,22 @@ def expected_results(
   inputs: Inputs, mask: jax_magi.AttentionMask, **options
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """The truth, and what the plain computation in the inputs' dtype makes of it."""
-  dense_mask, fixed = mask.to_dense(), tuple(sorted(options.items()))
-  with jax.default_device(jax.local_devices(backend="cpu")[0]):
-    with jax.enable_x64(True):
-      high = jax.tree.map(lambda x: x.astype(np.float64), (inputs.all_operands, inputs.cotangents))
-      truth = _dense(*high, dense_mask, fixed)
-    if inputs.q.dtype == np.float32:  # It is not compared with the plain computation.
-      return truth, truth
-    # Low precision throughout: statistics and the sink too.
-    low = jax.tree.map(lambda x: x.astype(inputs.q.dtype), (inputs.all_operands, inputs.cotangents))
-    return truth, _dense(*low, dense_mask, fixed)
+
+  def computed_in(dtype):
+    return dense.attention(
+      *inputs.operands[:3],
+      mask.to_dense(),
+      dtype=dtype,
+      cotangents=inputs.cotangents,
+      sink=inputs.sink,
+      bias=inputs.bias,
+      alibi_slopes=inputs.alibi_slopes,
+      **options,
+    )
+
+  truth = computed_in(np.float64)
+  # float32 is not compared with the plain computation.
+  return truth, truth if inputs.q.dtype == np.float32 else computed_in(inputs.q.dtype)
 
 
 def check_close(name: str, ours, truth, plain, dtype) -> None:
@@ -224,5 +217,5 @@ def check_close(name: str, ours, truth, plain, dtype) -> None:
   else:
     comparable = finite & np.isfinite(plain)
     plain_error = np.abs(plain[comparable] - truth[comparable]).max(initial=0.0)
-    allowed = 2 * plain_error + float(jnp.finfo(dtype).eps) * scale
+    allowed = 2 * plain_error + float(ml_dtypes.finfo(dtype).eps) * scale
   assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g} (scale {scale:.3g})"

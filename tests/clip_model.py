@@ -1,8 +1,5 @@
 """The small model that QK-Clip's training tests share: stacked layers, grouped heads."""
 
-import functools
-
-import jax
 import numpy as np
 
 from jax_magi.optim import Projection, QkProjections
@@ -17,10 +14,6 @@ MATRICES = {
   "up": "layers embed -> hidden",
   "down": "layers hidden -> embed",
 }
-
-
-# Every program here is small and runs a few times: optimising it would be most of the tests' time.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make_params():

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import Inputs
-
-FAST = {"xla_backend_optimization_level": 0}
+from tests.compilation import quick_jit
 
 
 def make_mesh(axis_type=AxisType.Auto, **axes):
@@ -36,7 +35,7 @@ def _attend(mesh, options, q, k, v, sink, key):
   )(q, k, v, key, sink)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=FAST)
+@functools.partial(quick_jit, static_argnums=(0, 1))
 def _forward_and_backward(mesh, options, operands, cotangents, key):
   def fun(q, k, v, sink):
     out, meta = _attend(mesh, options, q, k, v, sink, key)

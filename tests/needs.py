@@ -30,13 +30,12 @@ def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_he
 
 def most_tile_rows(needs):
   """Of one head, as the stamp of the tile list says."""
-  return needs.tile_stamp >> 10 & 1023
+  return HOPPER.module.read_tile_stamp(needs.tile_stamp)["num_rows"]
 
 
 def stamped_blocks(needs):
   """Of the tile list, as its stamp says: about as many."""
-  code = needs.tile_stamp >> 24
-  return (4 + code % 4) * 2 ** (code // 4) // 4 if code else 0
+  return HOPPER.module.read_tile_stamp(needs.tile_stamp)["num_blocks"]
 
 
 @contextlib.contextmanager
@@ -49,7 +48,8 @@ def forward_in_clusters():
     if is_backward:
       return found
     fields = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
-    return types.SimpleNamespace(**fields | {"tile_stamp": found.tile_stamp | 127 << 24})
+    few, many = (HOPPER.module.stamp_of_blocks(n) for n in (stamped_blocks(found), 2**31))
+    return types.SimpleNamespace(**fields | {"tile_stamp": found.tile_stamp - few + many})
 
   jax.clear_caches()
   with mock.patch.object(attention, "_needs", needs):

@@ -11,7 +11,8 @@ import numpy as np
 
 import jax_magi
 from jax_magi import AttentionMask
-from tests.accuracy import jit_unoptimised, named_results
+from tests.accuracy import named_results
+from tests.compilation import quick_jit
 from tests.random_masks import (
   MAX_SLICES,
   random_cuts,
@@ -76,7 +77,7 @@ def _exported(fun):
   def run(*rows):
     if not made:
       data = jax.export.export(jax.jit(fun), disabled_checks=checks)(*rows).serialize()
-      made["call"] = jit_unoptimised(jax.export.deserialize(data).call)
+      made["call"] = quick_jit(jax.export.deserialize(data).call)
     return made["call"](*rows)
 
   return run
@@ -88,7 +89,7 @@ def _known(call):
   @functools.cache
   def program(slices: bytes, shape: tuple[int, ...]):
     known = np.frombuffer(slices, np.int32).reshape(shape)
-    return jit_unoptimised(
+    return quick_jit(
       lambda operands, cotangents: _with_gradients(call, operands, cotangents, known)
     )
 
@@ -110,7 +111,7 @@ def _eager(call, _):
 
 
 def _jit(call, _):
-  return _row_by_row(jit_unoptimised(_one(call)))
+  return _row_by_row(quick_jit(_one(call)))
 
 
 def _vmap(call, _):
@@ -118,39 +119,39 @@ def _vmap(call, _):
 
 
 def _jit_of_vmap(call, _):
-  return jit_unoptimised(jax.vmap(_one(call)))
+  return quick_jit(jax.vmap(_one(call)))
 
 
 def _vmap_of_jit(call, _):
-  return jax.vmap(jit_unoptimised(_one(call)))
+  return jax.vmap(quick_jit(_one(call)))
 
 
 def _grad_of_vmap(call, _):
-  return jit_unoptimised(_one(jax.vmap(call)))
+  return quick_jit(_one(jax.vmap(call)))
 
 
 def _shared_mask(call, _):
-  return jit_unoptimised(jax.vmap(_one(call), (0, 0, None)))
+  return quick_jit(jax.vmap(_one(call), (0, 0, None)))
 
 
 def _grad_of_scan(call, _):
-  return jit_unoptimised(_one(_scanned(call)))
+  return quick_jit(_one(_scanned(call)))
 
 
 def _grad_of_checkpointed_scan(call, _):
-  return jit_unoptimised(_one(_scanned(jax.checkpoint(call))))
+  return quick_jit(_one(_scanned(jax.checkpoint(call))))
 
 
 def _vmap_of_checkpoint(call, _):
-  return jit_unoptimised(jax.vmap(_one(jax.checkpoint(call, policy=_SAVE_NAMED))))
+  return quick_jit(jax.vmap(_one(jax.checkpoint(call, policy=_SAVE_NAMED))))
 
 
 def _cond(call, negated):
-  return jit_unoptimised(_one(_scanned(_either(call, negated))))
+  return quick_jit(_one(_scanned(_either(call, negated))))
 
 
 def _vmap_of_cond(call, negated):
-  return jit_unoptimised(jax.vmap(_one(_either(call, negated))))
+  return quick_jit(jax.vmap(_one(_either(call, negated))))
 
 
 def _export(call, _):
@@ -159,7 +160,7 @@ def _export(call, _):
 
 def _batch(call, _):
   """`call` takes the batch itself."""
-  return jit_unoptimised(_one(call))
+  return quick_jit(_one(call))
 
 
 def _known_mask(call, _):

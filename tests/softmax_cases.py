@@ -1,6 +1,7 @@
 """Named cases of the fused softmax, and the accuracy rule applied to them."""
 
 import dataclasses
+import functools
 import zlib
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_magi
-from jax_magi import reference
+from tests import dense
 from tests.accuracy import DTYPES, check_close, jit_once
 
 
@@ -121,23 +122,11 @@ CASES = [
 
 
 @jit_once
-def _plain(operands, dy, in_band, options):
-  def fun(x, mask=None, **rest):
-    return reference.softmax(x, mask=in_band if mask is None else in_band & mask, **rest, **options)
-
-  return _with_gradients(fun, operands, dy)
-
-
-@jit_once
 def _ours(operands, dy, options):
   def fun(x, mask=None, bias=None, offset=None):
     mask = bias if mask is None else mask
     return jax_magi.fused_scale_mask_softmax(x, mask, offset=offset, **options)
 
-  return _with_gradients(fun, operands, dy)
-
-
-def _with_gradients(fun, operands, dy):
   mask = {k: v for k, v in operands.items() if v.dtype == bool}
   floats = {k: v for k, v in operands.items() if v.dtype != bool}
   y, vjp = jax.vjp(lambda floats: fun(**floats, **mask), floats)
@@ -182,17 +171,12 @@ def check_softmax(
 
 
 def _run(case: SoftmaxCase, dtype: str, options: Options, draw: int) -> tuple[dict, dict, dict]:
-  """Results of ours, in float64, and plainly in the dtype."""
+  """Results of ours, the truth, and those of the plain computation in the dtype."""
   operands, dy = case.make_inputs(dtype, draw)
   ours = _ours(operands, dy, options)
-
-  def convert(tree, dtype):
-    return jax.tree.map(lambda a: a if a.dtype == bool else a.astype(dtype), tree)
-
-  rest = (case.in_band(), Options(scale=case.scale))
-  with jax.default_device(jax.devices("cpu")[0]):
-    with jax.enable_x64(True):
-      truth = _plain(*convert((operands, dy), np.float64), *rest)
-    # float32 is not compared with the plain computation.
-    plain = truth if dtype == "f32" else _plain(*convert((operands, dy), DTYPES[dtype]), *rest)
-  return ours, truth, plain
+  mask = operands.pop("mask", None)
+  mask = case.in_band() if mask is None else case.in_band() & mask
+  expected = functools.partial(dense.softmax, dy=dy, scale=case.scale, mask=mask, **operands)
+  truth = expected(dtype=np.float64)
+  # float32 is not compared with the plain computation.
+  return ours, truth, truth if dtype == "f32" else expected(dtype=DTYPES[dtype])

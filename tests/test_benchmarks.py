@@ -1,5 +1,7 @@
 """`python -m benchmarks`: it runs what is asked for, and says what it could not run."""
 
+import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from benchmarks import timing
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.long
 def test_figures_have_device_versions_and_commit(tmp_path):
   subprocess.run(
     [sys.executable, "-m", "benchmarks", "train_step", "--quick", "--out", str(tmp_path)],
@@ -58,14 +61,29 @@ def test_unknown_parts_are_an_error(capsys):
 
 
 def test_extra_cost_is_that_of_the_second(monkeypatch):
+  """By a clock that counts products of matrices, and drifts."""
+  turns = itertools.count()
+
+  @functools.cache
+  def num_products(program):
+    return program.lower(x).as_text().count("stablehlo.dot_general")
+
+  def counted(program, arguments, count):
+    del arguments
+    return count * num_products(program) * (1 + 1e-3 * next(turns))
+
   monkeypatch.setattr(timing, "NUM_PROGRAMS", 3)
   monkeypatch.setattr(timing, "NUM_TURNS", 9)
+  monkeypatch.setattr(timing, "_in_a_row", counted)
 
   def product(x):
     return x @ x
 
-  once, twice = jax.jit(product), jax.jit(lambda x: product(product(x)))
-  x = jnp.ones((512, 512))
-  cost, error = timing.extra_cost([once, twice], x, budget=0.004)
-  assert cost > 0.4 and 0 <= error < cost
-  assert timing.extra_cost([twice, once], x, budget=0.004)[0] < -0.2
+  def twice(x):
+    return product(product(x))
+
+  x = jnp.ones((8, 8))
+  cost, error = timing.extra_cost([product, twice], x, budget=0.004)
+  assert cost == pytest.approx(1.0, abs=1e-3) and 0 <= error < 1e-3
+  cost, _ = timing.extra_cost([twice, product], x, budget=0.004)
+  assert cost == pytest.approx(-0.5, abs=1e-3)

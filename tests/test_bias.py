@@ -12,24 +12,24 @@ from jax_magi import AttentionMask
 from tests.accuracy import DTYPES, check_attention, make_inputs
 from tests.arrays import assert_trees_close, normals
 from tests.bias_cases import BIAS_CASES, many_slices
+from tests.sizes import in_turns, name_of
 
 IMPLEMENTATIONS = ["cpu", "blockwise"]
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-bias_cases = pytest.mark.parametrize("case", BIAS_CASES, ids=lambda case: case.name)
 
 
-@bias_cases
+@pytest.mark.parametrize("case", BIAS_CASES, ids=name_of)
 def test_case_on_cpu(case):
   dtype = list(DTYPES)[BIAS_CASES.index(case) % len(DTYPES)]
   check_attention(case.make_inputs(dtype), case.case.mask, "cpu", **case.case.options)
 
 
-@pytest.mark.parametrize("case", BIAS_CASES[::3], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_turns(BIAS_CASES[::3], every=4), ids=name_of)
 def test_case_blockwise(case):
   check_attention(case.make_inputs("f32"), case.case.mask, "blockwise", **case.case.options)
 
 
-@pytest.mark.parametrize("bias", ["hqk", "1qk", "h1k"])
+@pytest.mark.parametrize("bias", in_turns(["hqk", "1qk", "h1k"], every=3))
 def test_blockwise_over_several_blocks(bias):
   mask = AttentionMask.from_cu_seqlens([0, 300, 1100, 1101, 1250], causal=True)
   inputs = make_inputs(

@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, reference
 from tests.arrays import assert_trees_close, normals
+from tests.sizes import in_turns
 
 _BATCH, _LENGTH, _HEADS = 4, 40, 8
 _TARGETS = ("jax_magi_attention_forward", "jax_magi_attention_backward")
-implementations = pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+IMPLEMENTATIONS = ["cpu", "blockwise"]
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def _arrays(lead=(_BATCH,), length=_LENGTH):
@@ -57,8 +59,7 @@ _gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4))
 # --- 64-bit types ---
 
 
-@implementations
-@pytest.mark.parametrize("bias", ["hqk", "h1k"])
+@pytest.mark.parametrize(("implementation", "bias"), in_turns(IMPLEMENTATIONS, ["hqk", "h1k"]))
 def test_x64_changes_nothing(implementation, bias):
   operands = (*_arrays(lead=()), _bias(bias), _slopes())
   gradients = _gradients(functools.partial(_loss, implementation=implementation))
@@ -72,9 +73,10 @@ def test_x64_changes_nothing(implementation, bias):
 # --- vmap ---
 
 
-@implementations
-@pytest.mark.parametrize("slices", ["shared", "mapped"])
-@pytest.mark.parametrize("bias", ["bhqk", "b1qk", "bh1k", "hqk", "1qk"])
+@pytest.mark.parametrize(
+  ("implementation", "slices", "bias"),
+  in_turns(IMPLEMENTATIONS, ["shared", "mapped"], ["bhqk", "b1qk", "bh1k", "hqk", "1qk"]),
+)
 def test_vmap_is_a_loop(implementation, slices, bias):
   """Of the attention, and of its gradient: that of what is not mapped is a sum, or one for each."""
   operands = (*_arrays(), _bias(bias), _slopes(_BATCH))
@@ -106,9 +108,10 @@ def test_vmap_is_a_loop(implementation, slices, bias):
   assert_trees_close(jax.jit(_gradients(total))(*operands)[1], tuple(summed), rtol=1e-4, atol=1e-5)
 
 
-@implementations
-@pytest.mark.parametrize("inner", [0, None])
-@pytest.mark.parametrize("outer", [0, None])
+@pytest.mark.parametrize(
+  ("implementation", "inner", "outer"),
+  in_turns(IMPLEMENTATIONS, [0, None], [None, 0]),
+)
 def test_vmap_of_vmap(implementation, inner, outer):
   q, k, v = _arrays(lead=(2, 3))
   lead = [n for n, axis in ((2, outer), (3, inner)) if axis == 0]
@@ -129,8 +132,9 @@ def test_vmap_of_vmap(implementation, inner, outer):
       assert_trees_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], got), expected)
 
 
-@implementations
-@pytest.mark.parametrize("bias", ["bhqk", "1hqk", "b11k", "11qk"])
+@pytest.mark.parametrize(
+  ("implementation", "bias"), in_turns(IMPLEMENTATIONS, ["bhqk", "1hqk", "b11k", "11qk"])
+)
 def test_vmap_over_a_batch(implementation, bias):
   """A bias that is shared inside the batch, and mapped or not outside of it."""
   q, k, v = _arrays(lead=(2, _BATCH))
@@ -204,9 +208,10 @@ def _equations(jaxpr):
 # --- memory ---
 
 
-@implementations
-@pytest.mark.parametrize("shape", ["1h1k", "11qk", "b11k", "1hqk"])
-@pytest.mark.parametrize("has_gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize(
+  ("implementation", "shape", "has_gradient"),
+  in_turns(IMPLEMENTATIONS, ["1h1k", "11qk", "b11k", "1hqk"], [False, True]),
+)
 def test_a_shared_bias_never_grows(implementation, shape, has_gradient):
   """To `[batch, heads, q, k]`: neither in the program's arrays nor in its memory."""
   length = 640
@@ -235,8 +240,9 @@ def test_a_shared_bias_never_grows(implementation, shape, has_gradient):
 _SPECS = {"batch": P("x"), "heads": P(None, None, "x"), "both": P("x", None, "y")}
 
 
-@pytest.mark.parametrize("bias", ["bhqk", "1hqk", "b1qk", "11qk", "b11k", "1h1k"])
-@pytest.mark.parametrize("spec", _SPECS)
+@pytest.mark.parametrize(
+  ("spec", "bias"), in_turns(_SPECS, ["bhqk", "1hqk", "b1qk", "11qk", "b11k", "1h1k"])
+)
 def test_jit_keeps_batch_and_head_shardings(spec, bias):
   """A bias that devices share has a gradient that is summed over them."""
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -317,9 +323,15 @@ def test_export_round_trip():
   assert_trees_close(restored.call(*arrays), fun(*arrays), rtol=0, atol=0)
 
 
-@implementations
-@pytest.mark.parametrize("sizes", [(0, 5, 6), (2, 0, 6), (2, 5, 0), (2, 0, 0), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("bias", ["bhqk", "1h1k", "11qk", "1111"])
+@pytest.mark.parametrize(
+  ("implementation", "sizes", "bias"),
+  in_turns(
+    IMPLEMENTATIONS,
+    [(0, 5, 6), (2, 0, 6), (2, 5, 0), (2, 0, 0), (2, 1, 1)],
+    ["bhqk", "1h1k", "11qk", "1111"],
+  ),
+  ids=str,
+)
 def test_empty_sequences(implementation, sizes, bias):
   batch, q_len, k_len = sizes
   q, k, v = normals((batch, q_len, 4, 8), *[(batch, k_len, 2, 8)] * 2)

@@ -1,6 +1,8 @@
 """Arguments of `dot_product_attention` that say what is visible, all at once."""
 
+import functools
 import itertools
+import re
 
 import hypothesis
 import jax
@@ -10,10 +12,11 @@ import pytest
 from hypothesis import strategies as st
 
 import jax_magi
-from jax_magi import AttentionMask, reference
-from jax_magi._src.attention import visibility
+from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import intersected
+from tests import dense
 from tests.arrays import assert_trees_close, normals
+from tests.sizes import in_turns
 from tests.test_random_masks import masks
 
 BATCH, LENGTH = 3, 40
@@ -56,9 +59,10 @@ def _arrays():
   return normals((BATCH, LENGTH, 4, 16), *[(BATCH, LENGTH, 2, 16)] * 2)
 
 
-def _expected(q, k, v, shown, **terms):
-  rows = [reference.attention(*row, **terms) for row in zip(q, k, v, shown, strict=True)]
-  return jax.tree.map(lambda *x: jnp.stack(x), *rows)
+def _expected(q, k, v, shown):
+  """out, lse and max_logits, in float64."""
+  rows = [dense.attention(*row, dtype=np.float64) for row in zip(q, k, v, shown, strict=True)]
+  return tuple(np.stack([row[name] for row in rows]) for name in ("out", "lse", "max_logits"))
 
 
 def _pairs():
@@ -75,9 +79,14 @@ _TRIPLES = [
 ]
 
 
-@pytest.mark.parametrize("is_traced", [False, True], ids=["known", "traced"])
-@pytest.mark.parametrize("names", [*_pairs(), *_TRIPLES], ids="-".join)
-def test_arguments_intersect(names, is_traced):
+def _name(value):
+  return "-".join(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+  ("names", "masks_are"), in_turns([*_pairs(), *_TRIPLES], ["known", "traced"]), ids=_name
+)
+def test_arguments_intersect(names, masks_are):
   """Every row that sees nothing is zero, and nothing is NaN."""
   q, k, v = _arrays()
   options = {key: x for name in names for key, x in ARGUMENTS[name][0].items()}
@@ -93,41 +102,49 @@ def test_arguments_intersect(names, is_traced):
     )
     return out, meta.lse, meta.max_logits
 
-  got = jax.jit(run)(q, k, v, arrays) if is_traced else run(q, k, v, arrays)
-  assert_trees_close(got, jax.jit(_expected)(q, k, v, shown), rtol=1e-4, atol=1e-5)
+  got = jax.jit(run)(q, k, v, arrays) if masks_are == "traced" else run(q, k, v, arrays)
+  assert_trees_close(got, _expected(q, k, v, shown), rtol=1e-4, atol=1e-5)
 
 
-def test_boolean_masks_become_slices_where_these_are_few(monkeypatch):
+def _bias_of_kernel(lengths, dtype, fun, *arguments):
+  """The type of the bias that a call hands to its kernel, as in "f32[3,1,40,40]"; None: none."""
+  text = str(jax.make_jaxpr(fun)(*arguments))
+  letters = {np.dtype(np.float32): "f32", np.dtype(jnp.bfloat16): "bf16"}[np.dtype(dtype)]
+  q_len, k_len = lengths
+  found = re.findall(rf"\b{letters}\[\d+,1,(?:1|{q_len}),{k_len}\]", text)
+  return found[0] if found else None
+
+
+def test_boolean_masks_become_slices_where_these_are_few():
   q, k, v = _arrays()
-  biases = []
-  attend = jax_magi._src.attention.dot_product.attend
 
-  def spy(*operands, bias, **terms):
-    biases.append(None if bias is None else (bias.shape, bias.dtype))
-    return attend(*operands, bias=bias, **terms)
+  def bias_of(mask, dtype=np.float32):
+    def attend(mask):
+      operands = (x.astype(dtype) for x in (q, k, v))
+      return jax_magi.dot_product_attention(*operands, mask=mask, implementation="cpu")
 
-  monkeypatch.setattr("jax_magi._src.attention.dot_product.attend", spy)
+    if dtype == np.float32:  # Known: a constant of the program.
+      return _bias_of_kernel((LENGTH, LENGTH), dtype, lambda: attend(mask))
+    return _bias_of_kernel((LENGTH, LENGTH), dtype, attend, mask)
+
   for mask in (_STAIRS, _DENSE[:, :, :1], np.stack([_STAIRS] * 4), np.ones((1, 1, 1, 1), bool)):
-    jax_magi.dot_product_attention(q, k, v, mask=mask)
-  assert biases == [None] * 4
-  jax_magi.dot_product_attention(q, k, v, mask=_DENSE)
-  q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-  fun = jax.jit(lambda mask: jax_magi.dot_product_attention(q, k, v, mask=mask))
-  fun(_DENSE[:, :, :1])
-  assert biases[4:] == [
-    ((BATCH, 1, LENGTH, LENGTH), np.float32),
-    ((BATCH, 1, 1, LENGTH), jnp.bfloat16),
-  ]
+    assert bias_of(mask) is None
+  assert bias_of(_DENSE) == f"f32[{BATCH},1,{LENGTH},{LENGTH}]"
+  assert bias_of(_DENSE[:, :, :1], jnp.bfloat16) == f"bf16[{BATCH},1,1,{LENGTH}]"
 
 
 def test_limit_of_slices():
   """A checkerboard of blocks has more and more of them."""
   for blocks, is_few in ((8, True), (16, False)):
     block = np.kron(np.indices((blocks, blocks)).sum(axis=0) % 2, np.ones((8, 8))).astype(bool)
-    slices = AttentionMask.from_dense(block).slices
     length = 8 * blocks
-    found, dense = visibility._mask_slices(block, (1, 1, length, length))
-    assert (len(slices) <= max(64, length // 8)) == is_few == (dense is None) == (found is not None)
+    slices = AttentionMask.from_dense(block).slices
+    assert (len(slices) <= max(64, length // 8)) == is_few
+    (q,) = normals((1, length, 2, 8))
+    attend = functools.partial(
+      jax_magi.dot_product_attention, q, q, q, mask=block, implementation="cpu"
+    )
+    assert (_bias_of_kernel((length, length), np.float32, attend) is None) == is_few
 
 
 @hypothesis.settings(max_examples=60, deadline=None)

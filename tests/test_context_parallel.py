@@ -1,5 +1,6 @@
 """Attention split over ranks equals that of one device."""
 
+import itertools
 import re
 
 import jax
@@ -14,9 +15,12 @@ from jax_magi._src.attention import checks
 from jax_magi._src.native.backends import HOPPER
 from tests.accuracy import DTYPES, check_results, make_inputs
 from tests.cases import CASES
-from tests.cp_runs import FAST, LENGTH, MASKS, make_mesh, on_one_device, run
+from tests.compilation import quick_jit
+from tests.cp_runs import LENGTH, MASKS, make_mesh, on_one_device, run
+from tests.sizes import in_turns, name_of
 
-_COMBINATIONS = [(cp, degree) for cp in (1, 2, 3, 4, 8) for degree in (0, 1, 2, 4)]
+_SIZES, _DEGREES = (1, 2, 3, 4, 8), (0, 1, 2, 4)
+_COMBINATIONS = list(itertools.product(_SIZES, _DEGREES))
 
 
 def _combination(index):
@@ -24,11 +28,10 @@ def _combination(index):
   return _COMBINATIONS[7 * index % len(_COMBINATIONS)]
 
 
-@pytest.mark.parametrize(
-  ("index", "case"), list(enumerate(CASES)), ids=[case.name for case in CASES]
-)
-def test_named_masks(index, case):
-  cp_size, overlap_degree = _combination(index)
+@pytest.mark.parametrize("case", in_turns(CASES, every=8), ids=name_of)
+def test_named_masks(case):
+  """`test_cp_plan.py` follows the tables of all of them, and of every size and degree."""
+  cp_size, overlap_degree = _combination(CASES.index(case))
   key = magi_attn_flex_key(case.mask, cp_size=cp_size, overlap_degree=overlap_degree)
   inputs = case.make_inputs("f32")
   results = run(inputs, key, make_mesh(cp=cp_size), **case.options)
@@ -37,7 +40,10 @@ def test_named_masks(index, case):
 
 @pytest.mark.parametrize(
   ("cp_size", "overlap_degree", "all_gather"),
-  [(*both, False) for both in _COMBINATIONS] + [(4, 0, True), (3, 1, True), (2, 4, True)],
+  [
+    *(pytest.param(*x.values, False, marks=x.marks) for x in in_turns(_SIZES, _DEGREES)),
+    *[(4, 0, True), (3, 1, True), pytest.param(2, 4, True, marks=pytest.mark.long)],
+  ],
 )
 def test_every_size_and_degree(cp_size, overlap_degree, all_gather):
   """All masks through one compiled program, as the key is data."""
@@ -56,8 +62,7 @@ def test_every_size_and_degree(cp_size, overlap_degree, all_gather):
     check_results(results, inputs, mask)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("overlap_degree", [0, 1, 3])
+@pytest.mark.parametrize(("overlap_degree", "dtype"), in_turns([0, 1, 3], ["bf16", "f16"]))
 def test_low_precision(dtype, overlap_degree):
   mask = MASKS["documents"]
   inputs = make_inputs(
@@ -245,5 +250,5 @@ def test_a_key_for_all_ranks_may_be_closed_over():
     out_specs=P("cp"),
   )
   order = [jax_magi.dispatch(x, key) for x in (inputs.q, inputs.k, inputs.v)]
-  out = jax_magi.undispatch(np.asarray(jax.jit(fun, compiler_options=FAST)(*order)), key)
+  out = jax_magi.undispatch(np.asarray(quick_jit(fun)(*order)), key)
   np.testing.assert_allclose(out, on_one_device(inputs, mask)[0], atol=1e-5)

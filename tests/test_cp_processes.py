@@ -14,13 +14,24 @@ def _free_port():
     return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_attend_together(count):
+_CASES = [f"{mask}:{degree}" for mask in ("documents", "causal", "full") for degree in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+  ("count", "cases"),
+  [
+    (2, ["documents:1", "full:0"]),
+    pytest.param(2, _CASES, marks=pytest.mark.long),
+    pytest.param(4, _CASES, marks=pytest.mark.long),
+  ],
+  ids=["two-few_cases", "two-all_cases", "four-all_cases"],
+)
+def test_processes_attend_together(count, cases):
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
   command = [sys.executable, "-m", "tests.one_process", str(_free_port()), str(count)]
   processes = [
     subprocess.Popen(
-      [*command, str(number)],
+      [*command, str(number), *cases],
       env=environment,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,

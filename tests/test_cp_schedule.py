@@ -13,6 +13,7 @@ from jax_magi import AttentionMask, overlap
 from jax_magi._src.context_parallel.schedule import backward_steps, part_of_rows, slices_of_rows
 from jax_magi._src.native.backends import HOPPER
 from tests.cp_runs import make_mesh
+from tests.sizes import in_turns
 
 
 @pytest.mark.parametrize("is_fetching", [True, False])
@@ -85,8 +86,7 @@ def _operands(key, length):
   return (*(jax_magi.dispatch(x, key) for x in arrays), key)
 
 
-@pytest.mark.parametrize("all_gather", [False, True])
-@pytest.mark.parametrize("overlap_degree", [1, 2, 4])
+@pytest.mark.parametrize(("overlap_degree", "all_gather"), in_turns([1, 2, 4], [False, True]))
 def test_no_transfer_waits_for_all_attention_nor_all_attention_for_it(overlap_degree, all_gather):
   mask = AttentionMask.from_cu_seqlens([0, 384, 640, 1024], causal=True)
   key = jax_magi.magi_attn_flex_key(

@@ -11,6 +11,7 @@ import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key
 from tests.accuracy import make_inputs
 from tests.cp_runs import LENGTH, MASKS, make_mesh, on_one_device
+from tests.sizes import in_turns
 
 
 def test_scan_over_layers_with_checkpoint():
@@ -54,8 +55,9 @@ def test_scan_over_layers_with_checkpoint():
   np.testing.assert_allclose(our_grads, grads, rtol=1e-4, atol=1e-4 * np.abs(grads).max())
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("is_stack", [False, True], ids=["one_mask", "mask_per_row"])
+@pytest.mark.parametrize(
+  ("axis_type", "is_stack"), in_turns([AxisType.Auto, AxisType.Explicit], [False, True]), ids=str
+)
 def test_whole_arrays_with_batch_and_heads(axis_type, is_stack):
   """dp x cp x tp, in plain jit."""
   mesh = make_mesh(axis_type, dp=2, cp=2, tp=2)

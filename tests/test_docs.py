@@ -9,6 +9,8 @@ import pytest
 from tests.doc_blocks import blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
+# Their code trains models, or compiles programs for many devices.
+_LONG_PAGES = {"context_parallel.md", "integrations.md", "overlap.md", "qk_clip.md"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
@@ -16,7 +18,12 @@ def _with(language):
   return [page for page in PAGES if any(b.language == language for b in blocks_of(page))]
 
 
-@pytest.mark.parametrize("page", _with("python"), ids=lambda page: page.name)
+def _marked(page):
+  return pytest.param(page, marks=pytest.mark.long) if page.name in _LONG_PAGES else page
+
+
+@pytest.mark.parametrize("page", map(_marked, _with("python")), ids=lambda page: page.name)
+@pytest.mark.usefixtures("with_promotion")
 def test_python_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)  # Some blocks write files.
   assert run_python(page) > 0

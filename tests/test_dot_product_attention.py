@@ -41,13 +41,13 @@ def test_same_result_and_gradient(options):
   valid = np.ones((3, 40), bool)
   if "query_seq_lengths" in options:
     valid = np.arange(40)[None] < options["query_seq_lengths"][:, None]
-  weight = valid[..., None, None] * np.cos(np.arange(16))
+  weight = (valid[..., None, None] * np.cos(np.arange(16))).astype(np.float32)
 
   def loss(attention, residual):
     def fun(q, k, v):
       out, lse = attention(q, k, v, return_residual=True, **options)
       aux = jnp.where(valid[..., None], lse, 0) if residual else 0.0
-      return jnp.sum(weight * out), (out * valid[..., None, None], aux)
+      return jnp.sum(weight * out), (jnp.where(valid[..., None, None], out, 0), aux)
 
     return jax.value_and_grad(fun, (0, 1, 2), has_aux=True)
 
@@ -94,26 +94,6 @@ def test_segment_ids_of_an_empty_batch():
   assert out.shape == q.shape
 
 
-@pytest.mark.parametrize(
-  "options",
-  [_LENGTHS, {"segment_ids": np.repeat([[1, 2, 0]], [10, 20, 10], axis=1), "max_segments": 2}],
-  ids=["lengths", "documents"],
-)
-def test_slices_need_no_rank_promotion(options):
-  q, k, v = _inputs()
-  arrays = {n: np.broadcast_to(x, (3, *np.shape(x)[1:])) for n, x in options.items() if np.ndim(x)}
-  numbers = {n: x for n, x in options.items() if not np.ndim(x)}
-
-  @jax.jit
-  def run(arrays):
-    # The kernel itself, as plain JAX is not what is tested here.
-    return jax_magi.dot_product_attention(q, k, v, implementation="cpu", **arrays, **numbers)
-
-  with jax.numpy_rank_promotion("raise"):
-    got = run(arrays)
-  np.testing.assert_array_equal(got, run(arrays))
-
-
 def test_attention_mask_and_meta():
   q, k, v = _inputs()
   mask = jax_magi.AttentionMask.prefix_lm(9, 40)
@@ -145,7 +125,7 @@ def test_one_mask_for_each_row_of_the_batch(xp, is_traced):
 
   def loss(q, k, v, mask):
     out = jax_magi.dot_product_attention(q, k, v, mask=mask)
-    return jnp.sum(out * np.cos(np.arange(16, dtype=np.float32))), out
+    return jnp.sum(out * np.cos(np.arange(16, dtype=np.float32))[None, None, None]), out
 
   run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
   (_, out), grads = (jax.jit(run) if is_traced else run)(q, k, v, masks)

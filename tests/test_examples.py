@@ -1,4 +1,4 @@
-"""The examples run, and the documentation shows what runs."""
+"""The examples run."""
 
 import importlib.util
 import json
@@ -16,6 +16,9 @@ import dev
 ROOT = Path(__file__).resolve().parent.parent
 
 
+pytestmark = pytest.mark.usefixtures("with_promotion")
+
+
 def _load(name):
   spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
   module = importlib.util.module_from_spec(spec)
@@ -24,6 +27,7 @@ def _load(name):
   return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qk_clip_linen", "qk_clip_nnx"])
 def test_flax_example_holds_logits_at_the_threshold(name):
   module = _load(name)
@@ -34,16 +38,7 @@ def test_flax_example_holds_logits_at_the_threshold(name):
   assert module.THRESHOLD < history[-10:].max() < 1.2 * module.THRESHOLD
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx"])
-def test_documentation_shows_what_runs(name):
-  text = (ROOT / "docs" / "qk_clip.md").read_text()
-  (section,) = re.findall(rf"^## Flax {name}$(.*?)(?=^## |\Z)", text, re.I | re.M | re.S)
-  blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
-  assert len(blocks) == 2
-  for block in blocks:
-    assert block in (ROOT / "examples" / f"qk_clip_{name}.py").read_text()
-
-
+@pytest.mark.long
 def test_gpt_is_held_at_the_threshold_and_runs_away_without():
   example = _load("muon_qk_clip")
   config = example.dataclasses.replace(example.Config(), num_layers=2, num_steps=40)
@@ -54,6 +49,7 @@ def test_gpt_is_held_at_the_threshold_and_runs_away_without():
   assert histories[True]["loss"][-1] < histories[False]["loss"][-1]
 
 
+@pytest.mark.long
 def test_gpt_on_many_devices_learns_what_it_learns_on_one():
   example = _load("context_parallel_gpt")
   config = example.dataclasses.replace(example.CONFIG, num_steps=16, threshold=6.0)
@@ -65,6 +61,7 @@ def test_gpt_on_many_devices_learns_what_it_learns_on_one():
   assert ranks["compilations"] <= 3
 
 
+@pytest.mark.long
 def test_the_first_picture_needs_no_kernels(tmp_path):
   hide = (
     "import sys; sys.modules.update({f'jax_magi._src.native.{m}': None for m in ['_cpu', '_cuda']})"
@@ -92,6 +89,7 @@ def test_quick_start(tmp_path):
   assert (tmp_path / "quick_start_mask.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_command_line_writes_plot_and_figures(tmp_path):
   command = [sys.executable, "examples/muon_qk_clip.py", "--no-clip", "--num-steps", "2"]
   outputs = ["--plot", str(tmp_path / "new" / "plot.png"), "--json", str(tmp_path / "figures.json")]
@@ -107,6 +105,7 @@ def test_command_line_writes_plot_and_figures(tmp_path):
   assert (tmp_path / "again.png").stat().st_size == (tmp_path / "new" / "plot.png").stat().st_size
 
 
+@pytest.mark.long
 def test_gpt_on_data_tensor_and_context_parallel_devices():
   example = _load("dp_tp_cp_gpt")
   config = example.dataclasses.replace(example.CONFIG, num_steps=4, threshold=4.0)

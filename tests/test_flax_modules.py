@@ -11,6 +11,7 @@ from flax import nnx
 
 import jax_magi
 from jax_magi import AttentionMask, flax_attention_fn
+from tests.sizes import in_turns
 
 BATCH, LENGTH, HEADS, FEATURES = 3, 24, 4, 32
 LENGTHS = np.array([24, 17, 1])
@@ -81,9 +82,9 @@ def _assert_close(ours, theirs):
     np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+  ("name", "is_causal", "is_padded"), in_turns(MODULES, [False, True], [True, False])
+)
 def test_masks_made_of_slices(name, is_causal, is_padded):
   kind = {"is_causal": is_causal, "is_padded": is_padded}
   # What padding itself sees differs, and nobody reads it.
@@ -108,9 +109,9 @@ def _takes_boolean_masks():
 
 
 @pytest.mark.skipif(not _takes_boolean_masks(), reason="dot_product_attention takes no such mask")
-@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+  ("name", "is_causal", "is_padded"), in_turns(MODULES, [True, False], [True, False])
+)
 def test_boolean_masks(name, is_causal, is_padded):
   mask = jnp.asarray(_dense(is_causal=is_causal, is_padded=is_padded))
   ours, theirs = (
@@ -149,6 +150,7 @@ def test_any_number_of_batch_axes(shape):
   _assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("with_promotion")
 def test_cross_attention_in_bfloat16():
   x, y = _inputs(), _inputs((BATCH, 7, FEATURES), seed=3)
 

@@ -10,6 +10,7 @@ import pytest
 import jax_magi
 from jax_magi import reference
 from tests.arrays import assert_trees_close, normals
+from tests.compilation import quick_jit
 
 
 def _operands(dtype=np.float32):
@@ -36,14 +37,15 @@ def _expected_loss(x, mask, offset):
 @pytest.mark.parametrize("second", [jax.jacfwd, jax.jacrev])
 def test_second_derivatives_of_xla(second):
   fun = functools.partial(_loss, implementation="xla")
-  got = second(jax.grad(fun, (0, 1, 2)), (0, 1, 2))(*_operands())
-  assert_trees_close(got, jax.hessian(_expected_loss, (0, 1, 2))(*_operands()))
+  got = quick_jit(second(jax.grad(fun, (0, 1, 2)), (0, 1, 2)))(*_operands())
+  assert_trees_close(got, quick_jit(jax.hessian(_expected_loss, (0, 1, 2)))(*_operands()))
 
 
 def test_second_derivatives_in_float64():
   with jax.enable_x64(True):
-    got = jax.hessian(_loss)(*_operands(np.float64))
-    expected = jax.hessian(_expected_loss)(*_operands(np.float64))
+    got, expected = (
+      quick_jit(jax.hessian(loss))(*_operands(np.float64)) for loss in (_loss, _expected_loss)
+    )
     assert got.dtype == np.float64
     # The offset is float32.
     assert_trees_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -77,11 +79,6 @@ def test_vmap_of_cond(implementation):
 
 # --- strict modes ---
 
-_STRICT = {
-  "rank": lambda: jax.numpy_rank_promotion("raise"),
-  "dtype": lambda: jax.numpy_dtype_promotion("strict"),
-}
-
 
 def _everything(x, mask, offset, implementation):
   """A number that depends on all public functions of the softmax, and on all kinds of masks."""
@@ -99,11 +96,9 @@ def _everything(x, mask, offset, implementation):
   return total
 
 
-@pytest.mark.parametrize("strict", _STRICT)
 @pytest.mark.parametrize("implementation", ["cpu", "xla", None])
-def test_no_promotion_of_ranks_or_dtypes(implementation, strict):
+def test_no_promotion_of_ranks_or_dtypes(implementation):
+  """What is traced is what promotes, and all tests run in strict modes; see `conftest.py`."""
   fun = functools.partial(_everything, implementation=implementation)
-  with _STRICT[strict]():
-    # What is traced is what promotes.
-    jax.eval_shape(jax.value_and_grad(fun, (0, 1, 2)), *_operands())
-    jax.eval_shape(jax.vmap(jax.grad(fun)), *(np.stack([x, x]) for x in _operands()))
+  jax.eval_shape(jax.value_and_grad(fun, (0, 1, 2)), *_operands())
+  jax.eval_shape(jax.vmap(jax.grad(fun)), *(np.stack([x, x]) for x in _operands()))

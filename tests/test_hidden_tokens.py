@@ -9,8 +9,10 @@ import pytest
 
 import jax_magi
 from jax_magi import AttentionMask
-from tests.accuracy import Inputs, check_results, jit_unoptimised, make_inputs, named_results
+from tests.accuracy import Inputs, check_results, make_inputs, named_results
 from tests.arrays import assert_same_bits
+from tests.compilation import quick_jit
+from tests.sizes import in_turns, name_of
 
 # Documents between tokens that are hidden, inside the same tiles: queries and keys of their own.
 _Q_LEN, _K_LEN = 330, 350
@@ -40,7 +42,7 @@ def _with_hidden(inputs: Inputs, names, value) -> Inputs:
   return Inputs(**arrays, sink=inputs.sink, dlse=inputs.dlse)
 
 
-@functools.partial(jit_unoptimised, static_argnames=("has_gradients", "options"))
+@functools.partial(quick_jit, static_argnames=("has_gradients", "options"))
 def _run(inputs_, mask, has_gradients, options):
   operands, cotangents = inputs_
 
@@ -62,10 +64,12 @@ def _results(inputs: Inputs, has_gradients=True, **options):
   return _run(arguments, _MASK, has_gradients, tuple(sorted(options.items())))
 
 
+@pytest.mark.parametrize(
+  ("implementation", "dtype", "softcap"),
+  in_turns(["cpu", "blockwise"], [np.float32, ml_dtypes.bfloat16], [0.0, 3.0]),
+  ids=name_of,
+)
 @pytest.mark.parametrize("poison", _POISONS)
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
 def test_hidden_tokens_reach_nothing(implementation, dtype, softcap, poison):
   clean = _inputs(dtype, 24)
   run = functools.partial(_results, implementation=implementation, softcap=softcap)

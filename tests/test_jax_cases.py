@@ -10,7 +10,8 @@ import pytest
 import jax_magi
 from tests.accuracy import DTYPES, check_close
 from tests.arrays import normals
-from tests.clip_model import quick_jit
+from tests.compilation import promotion, quick_jit
+from tests.sizes import in_turns
 
 BATCH, LENGTH, DIM = 3, 40, 16
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -34,9 +35,6 @@ CASES = {
   "window_pair-both_lengths": {"local_window_size": (3, 2), **_LENGTHS},
 }
 
-rank_promotions = pytest.mark.parametrize("rank_promotion", ["allow", "raise"])
-dtypes = pytest.mark.parametrize("dtype", ["f32", "bf16"])
-
 
 def _arrays(heads, dtype, lead=(BATCH,), q_len=LENGTH, k_len=LENGTH):
   num_q_heads, num_kv_heads = HEADS[heads]
@@ -47,13 +45,8 @@ def _arrays(heads, dtype, lead=(BATCH,), q_len=LENGTH, k_len=LENGTH):
 
 def _run(attention, q, k, v, dout):
   """out, dq, dk and dv. An attention may return its lse as well, to be compared as it is."""
-
-  @quick_jit
-  def run(q, k, v, dout):
-    out, vjp, lse = jax.vjp(attention, q, k, v, has_aux=True)
-    return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), vjp(dout), strict=True))}
-
-  return jax.tree.map(np.asarray, run(q, k, v, dout))
+  out, vjp, lse = jax.vjp(attention, q, k, v, has_aux=True)
+  return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), vjp(dout), strict=True))}
 
 
 def _attention(implementation, options):
@@ -74,16 +67,20 @@ def _attention(implementation, options):
 
 
 def _expected(make, arrays):
-  """JAX's results for `make(implementation)`, in the arrays' dtype and in float64."""
-  plain = _run(make("xla"), *arrays)
-  with jax.enable_x64(True):
-    truth = _run(make("xla"), *(x.astype(np.float64) for x in arrays))
-  return truth, plain
+  """JAX's results for `make(implementation)`, in float64 and in the arrays' dtype.
+
+  Operation by operation: all cases share what is compiled.
+  """
+  with promotion(), jax.enable_x64(True):
+    truth = _run(make("xla"), *(jnp.asarray(x, np.float64) for x in arrays))
+  if arrays[0].dtype == np.float32:  # It is not compared with the plain computation.
+    return truth, truth
+  with promotion():
+    return truth, _run(make("xla"), *map(jnp.asarray, arrays))
 
 
-def _check(make, arrays, rank_promotion, expected=None):
-  with jax.numpy_rank_promotion(rank_promotion):
-    ours = _run(make("ours"), *arrays)
+def _check(make, arrays, expected=None):
+  ours = quick_jit(functools.partial(_run, make("ours")))(*arrays)
   truth, plain = expected or _expected(make, arrays)
   assert ours["out"].dtype == ours["dq"].dtype == arrays[0].dtype
   for name, value in ours.items():
@@ -96,36 +93,35 @@ def _expected_of_case(case, heads, dtype):
   return _expected(make, _arrays(heads, dtype))
 
 
-@rank_promotions
-@dtypes
-@pytest.mark.parametrize("case", CASES)
-def test_masks(case, dtype, rank_promotion):
+@pytest.mark.parametrize(("case", "dtype"), in_turns(CASES, ["f32", "bf16"], every=2))
+def test_masks(case, dtype):
   make = functools.partial(_attention, options=CASES[case])
   expected = _expected_of_case(case, "gqa", dtype)
-  _check(make, _arrays("gqa", dtype), rank_promotion, expected)
+  _check(make, _arrays("gqa", dtype), expected)
 
 
-@rank_promotions
-@dtypes
-@pytest.mark.parametrize("case", ["full", "causal-both_lengths"])
-@pytest.mark.parametrize("heads", ["mha", "mqa"])
-def test_heads(heads, case, dtype, rank_promotion):
+@pytest.mark.parametrize(
+  ("heads", "case", "dtype"),
+  in_turns(["mha", "mqa"], ["full", "causal-both_lengths"], ["bf16", "f32"], every=2),
+)
+def test_heads(heads, case, dtype):
   make = functools.partial(_attention, options=CASES[case])
-  _check(make, _arrays(heads, dtype), rank_promotion, _expected_of_case(case, heads, dtype))
+  _check(make, _arrays(heads, dtype), _expected_of_case(case, heads, dtype))
 
 
-@rank_promotions
-@pytest.mark.parametrize("case", ["full", "causal", "window_pair"])
-@pytest.mark.parametrize(("q_len", "k_len"), [(20, 50), (1, 40)])
-def test_lengths_that_differ(q_len, k_len, case, rank_promotion):
+@pytest.mark.parametrize(
+  ("lengths", "case"),
+  in_turns([(20, 50), (1, 40)], ["causal", "window_pair", "full"], every=2),
+  ids=str,
+)
+def test_lengths_that_differ(lengths, case):
+  q_len, k_len = lengths
   make = functools.partial(_attention, options=CASES[case])
-  _check(make, _arrays("gqa", "f32", q_len=q_len, k_len=k_len), rank_promotion)
+  _check(make, _arrays("gqa", "f32", q_len=q_len, k_len=k_len))
 
 
-@rank_promotions
-@dtypes
-@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
-def test_vmap(axis, dtype, rank_promotion):
+@pytest.mark.parametrize(("axis", "dtype"), in_turns([2, 0], ["f32", "bf16"], every=2))
+def test_vmap(axis, dtype):
   """Over one more batch axis in front, or over groups of heads in the middle."""
   arrays = [np.moveaxis(x, 0, axis) for x in _arrays("gqa", dtype, lead=(2, BATCH))]
 
@@ -133,29 +129,26 @@ def test_vmap(axis, dtype, rank_promotion):
     inner = _attention(implementation, CASES["causal-both_lengths"])
     return jax.vmap(inner, in_axes=axis, out_axes=(axis, axis))
 
-  _check(make, arrays, rank_promotion)
+  _check(make, arrays)
 
 
-@rank_promotions
-def test_vmap_without_a_batch(rank_promotion):
+def test_vmap_without_a_batch():
   def make(implementation):
     return jax.vmap(_attention(implementation, CASES["causal"]))
 
-  _check(make, _arrays("gqa", "f32"), rank_promotion)
+  _check(make, _arrays("gqa", "f32"))
 
 
-@rank_promotions
-def test_vmap_over_queries_that_share_keys(rank_promotion):
+def test_vmap_over_queries_that_share_keys():
   q, k, v, dout = _arrays("gqa", "f32", lead=(2, BATCH))
 
   def make(implementation):
     return jax.vmap(_attention(implementation, CASES["window"]), in_axes=(0, None, None))
 
-  _check(make, [q, k[0], v[0], dout], rank_promotion)
+  _check(make, [q, k[0], v[0], dout])
 
 
-@rank_promotions
-def test_vmap_over_lengths(rank_promotion):
+def test_vmap_over_lengths():
   """Lengths that are mapped as well: each of the outer rows has its own."""
   arrays = _arrays("gqa", "f32", lead=(2, BATCH))
   lengths = np.array([[40, 20, 12], [1, 33, 40]], np.int32)
@@ -166,14 +159,12 @@ def test_vmap_over_lengths(rank_promotion):
 
     return lambda q, k, v: jax.vmap(one)(q, k, v, lengths)
 
-  _check(make, arrays, rank_promotion)
+  _check(make, arrays)
 
 
-@rank_promotions
-@dtypes
-def test_one_batch_and_no_batch_agree(dtype, rank_promotion):
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_one_batch_and_no_batch_agree(dtype):
   q, k, v, _ = (jnp.asarray(x) for x in _arrays("gqa", dtype, lead=(1,)))
-  with jax.numpy_rank_promotion(rank_promotion):
-    with_batch = jax_magi.dot_product_attention(q, k, v, is_causal=True)
-    without = jax_magi.dot_product_attention(q[0], k[0], v[0], is_causal=True)
+  with_batch = jax_magi.dot_product_attention(q, k, v, is_causal=True)
+  without = jax_magi.dot_product_attention(q[0], k[0], v[0], is_causal=True)
   np.testing.assert_array_equal(with_batch[0], without)

@@ -10,6 +10,7 @@ import pytest
 from jax_magi import AttentionMask, merge_attention
 from jax_magi._src.attention import ops
 from tests.accuracy import check_close
+from tests.sizes import in_turns
 
 _IMPLEMENTATIONS = [
   "cpu",
@@ -48,8 +49,11 @@ def _run(fun, *operands, **options):
   return jax.jit(functools.partial(fun, **options), static_argnums=0)(*operands)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 65), (256, 256)])
+@pytest.mark.parametrize(
+  ("dims", "softcap"),
+  in_turns([(64, 64), (128, 128), (256, 256), (33, 65)], [0.0, 5.0], every=3),
+  ids=str,
+)
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_float32_results_round_to_what_others_get(implementation, dims, softcap):
   q, k, v, dout, dlse = _inputs(0, *dims)

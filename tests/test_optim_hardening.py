@@ -12,6 +12,8 @@ from jax_magi.optim import Projection, QkProjections, apply_qk_clip, qk_clip, qk
 from tests.arrays import assert_same_bits, normal
 from tests.qk_kernels import make_kernels, make_projections
 
+pytestmark = pytest.mark.usefixtures("with_promotion")  # Optax needs it.
+
 # Head 0 is cold, head 1 a little and head 3 very much above the threshold.
 _STATISTICS = np.array([30.0, 120.0, -5.0, 1e4], np.float32)
 _IS_COLD = _STATISTICS <= 100.0
@@ -74,13 +76,13 @@ def test_updates_of_other_parameters_keep_their_dtype():
 
 
 @pytest.mark.parametrize("param_dtype", _DTYPES)
-def test_strict_dtype_promotion(param_dtype):
+def test_clip_needs_no_promotion(param_dtype):
   params, updates = _cast(make_kernels(), param_dtype), _updates("bfloat16")
   expected = (
     apply_qk_clip(params, _STATISTICS, make_projections()),
     _clipped_updates(params, updates),
   )
-  with jax.numpy_dtype_promotion("strict"):
+  with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
     transform = qk_clip(make_projections(), np.int32(100), accumulate=True)
     clipped, state = transform.update(
       updates, transform.init(params), params, max_logits=jnp.asarray(_STATISTICS)

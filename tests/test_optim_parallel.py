@@ -23,8 +23,10 @@ from tests.clip_model import (
   broken_statistics,
   make_grads,
   make_params,
-  quick_jit,
 )
+from tests.compilation import quick_jit
+
+pytestmark = pytest.mark.usefixtures("with_promotion")  # Optax needs it.
 
 
 def test_reduce_keeps_layers_and_passes_no_gradient():

@@ -33,8 +33,10 @@ from tests.clip_model import (
   make_grads,
   make_params,
   make_statistics,
-  quick_jit,
 )
+from tests.compilation import quick_jit
+
+pytestmark = pytest.mark.usefixtures("with_promotion")  # Optax needs it.
 
 
 def _run(optimizer, params, grads, statistics):

@@ -140,6 +140,7 @@ def test_cells_travel_between_processes():
   assert Cell.from_json(json.loads(json.dumps(cell.to_json()))) == cell
 
 
+@pytest.mark.long
 def test_a_peer_in_a_process_of_its_own():
   process = PeerProcess(XLA)
   assert process.absence() is None
@@ -188,7 +189,7 @@ def ours_anywhere(monkeypatch):
   monkeypatch.setattr(attention_gpu, "matrix_product_rate", lambda: 1.0)
 
 
-@pytest.mark.usefixtures("ours_anywhere")
+@pytest.mark.usefixtures("ours_anywhere", "with_promotion")
 def test_results_and_plots_of_a_gpu(tmp_path, monkeypatch, capsys):
   masks = {name: MASKS[name] for name in ("full", "causal")}
   monkeypatch.setattr(attention_gpu, "MASKS", masks)

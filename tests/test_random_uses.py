@@ -3,6 +3,7 @@
 import pytest
 
 from tests.random_uses import run_uses
+from tests.sizes import in_turns
 
 
 def _check(index, numbers, implementation):
@@ -10,11 +11,12 @@ def _check(index, numbers, implementation):
   assert not failures, "\n".join(map(str, failures))
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", in_turns(range(6), every=3))
 def test_uses_on_cpu(index):
   _check(index, range(9), "cpu")
 
 
+@pytest.mark.long
 def test_uses_blockwise():
   _check(2, range(6), "blockwise")
 

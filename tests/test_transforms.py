@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask
 from tests.arrays import assert_trees_close, normals
+from tests.sizes import in_turns, name_of
 
 _IMPLEMENTATIONS = ["cpu", "blockwise"]
 _TARGET = "jax_magi_attention_forward"
@@ -71,8 +72,10 @@ def test_new_masks_of_one_shape_compile_once():
 # --- vmap ---
 
 
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
-@pytest.mark.parametrize("mapped", ["all", "mask_shared", "kv_shared", "only_mask", "only_sink"])
+@pytest.mark.parametrize(
+  ("mapped", "implementation"),
+  in_turns(["all", "mask_shared", "kv_shared", "only_mask", "only_sink"], _IMPLEMENTATIONS),
+)
 def test_vmap_is_a_loop(implementation, mapped):
   q, k, v = _batch()
   slices = _masks(64, [10, 20, 30, 64])
@@ -340,17 +343,24 @@ def test_platforms_without_native_kernels_get_the_blockwise_path():
   assert _TARGET in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("implementation", [*_IMPLEMENTATIONS, None])
-@pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
-def test_empty_sequences(implementation, q_len, k_len, dtype):
+@pytest.mark.parametrize(
+  ("implementation", "lengths", "dtype"),
+  in_turns([*_IMPLEMENTATIONS, None], [(0, 5), (5, 0), (0, 0)], [jnp.float32, jnp.bfloat16]),
+  ids=name_of,
+)
+def test_empty_sequences(implementation, lengths, dtype):
+  q_len, k_len = lengths
   q, k, v = (x.astype(dtype) for x in normals((q_len, 4, 8), (k_len, 2, 8), (k_len, 2, 8)))
-  mask = AttentionMask.full(q_len, k_len)
-  fun = functools.partial(_loss, implementation=implementation)
-  grad = jax.grad(lambda *x: fun(*x, mask.slices, None)[1][0].sum(), (0, 1, 2))
+  attend = functools.partial(
+    jax_magi.attention,
+    mask=AttentionMask.full(q_len, k_len),
+    return_max_logits=True,
+    implementation=implementation,
+  )
+  grad = jax.grad(lambda *x: attend(*x)[0].sum(), (0, 1, 2))
   for g, x in zip(grad(q, k, v), (q, k, v), strict=True):
     assert g.shape == x.shape and (g == 0).all()
-  _, (out, meta) = fun(q, k, v, mask.slices, None)
+  out, meta = attend(q, k, v)
   assert (out == 0).all() and (meta.lse == -jnp.inf).all() and (meta.max_logits == -jnp.inf).all()
 
 

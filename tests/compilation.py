@@ -1,0 +1,16 @@
+"""How programs of tests are compiled."""
+
+import contextlib
+import functools
+
+import jax
+
+# They run once or a few times: optimizing them would take most of the tests' time.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@contextlib.contextmanager
+def promotion():
+  """For code of others, which needs JAX's promotion of ranks and dtypes: see `conftest.py`."""
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    yield
