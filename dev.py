@@ -2,13 +2,15 @@
 """Development commands. Each sets up what it needs, in `.venv` and `build/`, on first use.
 
 python3 dev.py demo    train a small GPT with and without QK-Clip, and plot it (first, a mask)
-python3 dev.py test    run the tests (extra arguments go to pytest)
+python3 dev.py test    run the tests; with --all, the long ones too (other arguments go to pytest)
 python3 dev.py lint    check formatting, lint, types, and that the documentation's site builds
+python3 dev.py gpu     run the GPU tests and the sanitizers, and print one table (see `--help`)
 python3 dev.py bench   time attention against XLA's (extra arguments go to the benchmark)
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import subprocess
@@ -20,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+HERE = ROOT / "build" / "here"  # The package, as `gpu --here` builds it.
 
 
 def run(*command: object, **environment: str) -> None:
@@ -78,8 +81,12 @@ def demo(*arguments: str) -> None:
 
 
 def test(*arguments: str) -> None:
-  """Runs the tests, on all cores."""
-  run(PYTHON, "-m", "pytest", "-n", str(os.cpu_count() or 1), *arguments)
+  """Runs the tests on all cores, without the long ones unless `--all` is given."""
+  rest = [argument for argument in arguments if argument != "--all"]
+  chosen = ("-m", "not long") if len(rest) == len(arguments) else ()
+  # Neighbours stay together, as they share compiled programs.
+  workers = ("-n", str(os.cpu_count() or 1), "--dist", "worksteal")
+  run(PYTHON, "-m", "pytest", *workers, *chosen, *rest)
 
 
 def lint() -> None:
@@ -92,19 +99,66 @@ def lint() -> None:
   run(PYTHON, "-m", "mkdocs", "build", "--strict", "--quiet", NO_MKDOCS_2_WARNING="1")
 
 
+def build_here(cutlass: Path | None, variants: str | None) -> None:
+  """Builds the package with the Python and the tools that are installed, without a network."""
+  folder = HERE.with_name("here_cmake")
+  # An option that is no longer given would stay in the cache. What is compiled is kept.
+  (folder / "CMakeCache.txt").unlink(missing_ok=True)
+  settings = [f"build-dir={folder}"]
+  if cutlass:
+    settings.append(f"cmake.define.JAX_MAGI_CUTLASS_INCLUDE_DIR={cutlass.resolve()}")
+  if variants:
+    settings.append(f"cmake.define.JAX_MAGI_CUDA_VARIANTS={variants}")
+  install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--upgrade")
+  command = [*install, "--target", HERE, *(f"--config-settings={x}" for x in settings), "."]
+  environment = {
+    "JAX_MAGI_CUDA": os.environ.get("JAX_MAGI_CUDA", "ON"),
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+  }
+  run(sys.executable, "-m", "pip", *command, **environment)
+
+
+def gpu(*arguments: str) -> None:
+  """Builds, runs the GPU tests and the sanitizers, and prints one table."""
+  parser = argparse.ArgumentParser(
+    prog="dev.py gpu",
+    allow_abbrev=False,
+    epilog="Other arguments go to scripts/gpu_tests.py, and its --help explains them.",
+  )
+  parser.add_argument("--here", action="store_true", help="use this Python, and no network")
+  parser.add_argument("--cutlass", type=Path, help="with --here: the folder of CUTLASS headers")
+  parser.add_argument("--variants", help='with --here: kernels, such as "128,128,bfloat16_t"')
+  options, others = parser.parse_known_args(arguments)
+  if options.here:
+    build_here(options.cutlass, options.variants)
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    run(sys.executable, "scripts/gpu_tests.py", *others, PYTHONPATH=path)
+    return
+  if options.cutlass or options.variants:
+    parser.error("--cutlass and --variants need --here")
+  set_up("dev")
+  if not any(VENV.glob("lib/python*/site-packages/jax_plugins/xla_cuda*")):
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extra = config["project"]["optional-dependencies"]["cuda13"]
+    run(PYTHON, "-m", "pip", "install", "--quiet", "--no-compile", *extra)
+  run(PYTHON, "scripts/gpu_tests.py", *others)
+
+
 def bench(*arguments: str) -> None:
   """Runs the attention benchmark."""
   run(PYTHON, "-m", "benchmarks.attention", *arguments)
 
 
-COMMANDS = {command.__name__: command for command in (demo, test, lint, bench)}
+COMMANDS = {command.__name__: command for command in (demo, test, lint, gpu, bench)}
 
 
 def main() -> None:
   """Entry point."""
   if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
     sys.exit(__doc__)
-  set_up("demo" if sys.argv[1] == "demo" else "dev")
+  if sys.argv[1] != "gpu":  # Which builds in one of two ways.
+    set_up("demo" if sys.argv[1] == "demo" else "dev")
   COMMANDS[sys.argv[1]](*sys.argv[2:])
 
 
