@@ -133,6 +133,14 @@ def test_boolean_masks_become_slices_where_these_are_few():
   assert bias_of(_DENSE[:, :, :1], jnp.bfloat16) == f"bf16[{BATCH},1,1,{LENGTH}]"
 
 
+def test_a_boolean_for_each_query_is_for_all_keys():
+  q, k, v = normals((1, 6, 2, 8), *[(1, 20, 2, 8)] * 2)
+  is_shown = np.array([True, True, False, True, False, True])[:, None]
+  got = jax_magi.dot_product_attention(q, k, v, mask=is_shown)
+  (expected,) = _expected(q, k, v, np.broadcast_to(is_shown, (1, 6, 20)))[:1]
+  assert_trees_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_limit_of_slices():
   """A checkerboard of blocks has more and more of them."""
   for blocks, is_few in ((8, True), (16, False)):

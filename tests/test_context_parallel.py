@@ -13,7 +13,7 @@ import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
 from jax_magi._src.attention import checks
 from jax_magi._src.native.backends import HOPPER
-from tests.accuracy import DTYPES, check_results, make_inputs
+from tests.accuracy import DTYPES, check_results, expected_results, make_inputs
 from tests.cases import CASES
 from tests.compilation import quick_jit
 from tests.cp_runs import LENGTH, MASKS, make_mesh, on_one_device, run
@@ -70,6 +70,17 @@ def test_low_precision(dtype, overlap_degree):
   )
   key = magi_attn_flex_key(mask, cp_size=4, overlap_degree=overlap_degree)
   check_results(run(inputs, key, make_mesh(cp=4)), inputs, mask)
+
+
+def test_stages_are_rounded_once():
+  """Of several stages, out is the truth, rounded: it was not rounded before they were merged."""
+  inputs = make_inputs(
+    np.random.default_rng(1), DTYPES["bf16"], LENGTH, LENGTH, 4, 2, 32, 32, num_sinks=2
+  )
+  key = magi_attn_flex_key(MASKS["causal"], cp_size=4, overlap_degree=3, all_gather=False)
+  out = run(inputs, key, make_mesh(cp=4))["out"]
+  truth = expected_results(inputs, MASKS["causal"])[0]["out"].astype(out.dtype)
+  assert (out == truth).mean() > 0.97
 
 
 @pytest.mark.parametrize("dispatch", ["zigzag", "contiguous", [2, 0, 1, 1, 2, 0]])

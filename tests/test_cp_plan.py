@@ -3,6 +3,7 @@
 import tracemalloc
 
 import hypothesis.strategies as st
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -206,6 +207,28 @@ def test_dispatch_and_back(length):
   np.testing.assert_array_equal(ranks[positions < length], x[positions[positions < length]])
   assert not ranks[positions >= length].any()
   np.testing.assert_array_equal(jax_magi.undispatch(ranks, key), x)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+def test_padding_has_the_value_that_is_asked_for(xp):
+  key = magi_attn_flex_key(AttentionMask.causal(61), cp_size=4)
+  labels = jax_magi.dispatch(xp.arange(61), key, pad_value=-100)
+  positions = jax_magi.get_position_ids(key)
+  np.testing.assert_array_equal(labels, np.where(positions < 61, positions, -100))
+
+
+def test_the_busiest_rank_is_that_which_receives_most():
+  """All ranks need the first one's rows, which sends three times what each of them gets."""
+  mask = AttentionMask.from_ranges([[0, 64]], [[0, 16]], q_len=64, k_len=64)
+  stats = magi_attn_flex_key(mask, cp_size=4, dispatch="contiguous", all_gather=False).stats()
+  np.testing.assert_array_equal(stats.rows_received, [0, 16, 16, 16])
+  assert stats.busiest_share == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 0, 1, 2], [0, 1, -1, 0, 1, -1]], ids=str)
+def test_ranks_that_do_not_exist(ranks):
+  with pytest.raises(ValueError, match="each of 2 ranks equally many chunks"):
+    magi_attn_flex_key(AttentionMask.causal(60), cp_size=2, dispatch=ranks)
 
 
 BAD = {

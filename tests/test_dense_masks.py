@@ -25,6 +25,18 @@ def test_dense_masks_without_any_order(shape, seed, share):
   assert checked.area() == dense.sum()
 
 
+def test_stairs():
+  """Rows that see a range of keys, whose ends move by steps of any width."""
+  rng = np.random.default_rng(0)
+  for _ in range(300):
+    q_len, k_len = rng.integers(1, 12, 2)
+    ends = np.sort(rng.integers(0, k_len + 1, (2, q_len)), axis=1)
+    begin, end = np.minimum(*ends), np.maximum(*ends)
+    token = np.arange(k_len)
+    dense = (begin[:, None] <= token) & (token < end[:, None])
+    np.testing.assert_array_equal(AttentionMask.from_dense(dense).to_dense(), dense)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_dense_masks_have_few_slices(case):
   dense = np.asarray(case.mask.to_dense())

@@ -36,6 +36,8 @@ def _call(q=(8, 4, 16), k=(8, 2, 16), v=(8, 2, 16), dtype=jnp.float32, mask=None
     ({"dtype": jnp.float8_e4m3fn}, NotImplementedError, "float8_e4m3fn"),
     ({"mask": np.ones((8, 8), bool)}, ValueError, "mask must be an AttentionMask, got ndarray"),
     ({"mask": AttentionMask.causal(9)}, ValueError, "mask is for 9 queries and 9 keys"),
+    ({"mask": AttentionMask.full(8, 9)}, ValueError, "mask is for 8 queries and 9 keys"),
+    ({"mask": AttentionMask.full(9, 8)}, ValueError, "mask is for 9 queries and 8 keys"),
     ({"softmax_scale": "big"}, ValueError, "softmax_scale must be a number"),
     ({"softmax_scale": np.nan}, ValueError, "softmax_scale must be finite"),
     ({"softmax_scale": "0.5"}, ValueError, "softmax_scale must be a number"),

@@ -209,6 +209,14 @@ def test_overlap_check_agrees_with_counting(slices):
     assert AttentionMask(table, 12, 12).area() == covered.sum()
 
 
+def test_bands_that_meet_share_a_diagonal_or_none():
+  lower, upper = [0, 8, 0, 8, -8, -1], [0, 8, 0, 8, -1, 8]
+  with pytest.raises(ValueError, match="slices 0 and 1 overlap"):
+    AttentionMask(np.array([lower, upper], np.int32), 8, 8)
+  upper[4] = 0
+  assert AttentionMask(np.array([lower, upper], np.int32), 8, 8).area() == 64
+
+
 def test_overlap_error_names_the_two_slices():
   ranges = [[0, 4], [4, 8], [8, 12], [6, 9]]
   with pytest.raises(ValueError, match="slices 1 and 3 overlap"):

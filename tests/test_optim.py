@@ -235,6 +235,21 @@ def test_layers_that_are_not_stacked_are_counted():
   np.testing.assert_array_equal(hot["q"]["kernel"][:, 3], expected["q"]["kernel"][:, 3] * 0.5)
 
 
+def test_a_layer_that_is_named_twice_is_one_number():
+  """Other parameters may have two numbers in their paths."""
+  params = {f"block_{i}": {f"attention_{i}": make_kernels()} for i in range(3)}
+  projections = QkProjections(
+    q=Projection("block_{layer}/attention_{layer}/q/kernel", "embed -> heads dim"),
+    k=Projection("block_{layer}/attention_{layer}/k/kernel", "embed -> heads dim"),
+  )
+  max_logits = np.full((3, 4), 400.0, np.float32)
+  expected = apply_qk_clip(params, max_logits, projections)
+  params["block_1"]["attention_2"] = other = make_kernels()
+  clipped = apply_qk_clip(params, max_logits, projections)
+  assert_same_bits(clipped["block_1"].pop("attention_2"), other)
+  assert_same_bits(clipped, expected)
+
+
 def test_parameters_in_boxes_have_the_same_paths():
   params = make_kernels()
   boxed = jax.tree.map(lambda x: nn.Partitioned(x, names=("embed", "heads", None)), params)

@@ -102,7 +102,7 @@ def test_pairs_that_are_hidden_in_a_batch(head_dim):
       key_value_seq_lengths=lengths,
       implementation=implementation,
     )
-    return (out.astype(jnp.float32) * v.repeat(2, axis=2)).sum()
+    return (out * v.repeat(2, axis=2)).astype(jnp.float32).sum()
 
   _poison(bias.shape)
   ours = jax.jit(jax.grad(lambda x: loss(x, "cuda")))(bias)
