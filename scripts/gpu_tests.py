@@ -298,7 +298,8 @@ def parse() -> argparse.Namespace:
   """The command line."""
   parser = argparse.ArgumentParser(prog="dev.py gpu", description=__doc__.splitlines()[0])
   parser.add_argument("--limit-s", type=float, default=540, help="not counting the build (540)")
-  parser.add_argument("--processes", type=int, default=6, help="at a time (6)")
+  processes = max(1, min(14, (os.cpu_count() or 1) - 2))  # They share the GPU's memory.
+  parser.add_argument("--processes", type=int, default=processes, help=f"at a time ({processes})")
   parser.add_argument("--only", default="", help="run the tests and cases whose id contains this")
   parser.add_argument("--again", action="store_true", help="forget earlier results")
   return parser.parse_args()
