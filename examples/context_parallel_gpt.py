@@ -48,7 +48,7 @@ def make_keys(documents: np.ndarray, cp_size: int, overlap_degree: int) -> list:
     # One kind of exchange, so that one program serves all batches.
     keys.append(
       jax_magi.magi_attn_flex_key(
-        mask, cp_size=cp_size, overlap_degree=overlap_degree, all_gather=False
+        mask, cp_size=cp_size, overlap_degree=overlap_degree, transport="all_to_all"
       )
     )
   return keys

@@ -1,6 +1,6 @@
 """One of several processes that attend together.
 
-python -m tests.one_process PORT COUNT NUMBER MASK:DEGREE...
+python -m tests.one_process PORT COUNT NUMBER MASK:DEGREE:TRANSPORT:RANKS_PER_NODE...
 
 Each has one CPU device, makes the same inputs and the same plan, and holds the results to the
 accuracy rule.
@@ -33,10 +33,16 @@ def main(port: int, count: int, number: int, cases: list[str]) -> None:
     "full": AttentionMask.full(length),
   }
   for case in cases:
-    name, degree = case.split(":")
-    key = jax_magi.magi_attn_flex_key(masks[name], cp_size=count, overlap_degree=int(degree))
+    name, degree, transport, per_node = case.split(":")
+    key = jax_magi.magi_attn_flex_key(
+      masks[name],
+      cp_size=count,
+      overlap_degree=int(degree),
+      transport=transport,
+      ranks_per_node=int(per_node),
+    )
     check_results(_run(inputs, key, mesh), inputs, masks[name])
-    print(case, key.stats().exchange, flush=True)
+    print(case, key.stats().transport, flush=True)
   print("right", flush=True)
 
 

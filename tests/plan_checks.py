@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jax_magi import AttentionMask, DistAttnKey, get_position_ids
+from jax_magi._src.context_parallel.routes import NOWHERE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Executed:
     received: of each rank, the tokens that came from others, as often as they came.
     owned: of each rank, its own tokens of keys.
     shown: of each rank, the tokens that its queries see.
+    crossings: (relay, token) of all that came to a rank from another node, in two levels.
   """
 
   counts: np.ndarray
   received: list[np.ndarray]
   owned: list[np.ndarray]
   shown: list[np.ndarray]
+  crossings: list[tuple[int, int]]
 
 
 def execute(key: DistAttnKey) -> Executed:
@@ -32,20 +35,22 @@ def execute(key: DistAttnKey) -> Executed:
   keys = get_position_ids(key, role="k").reshape(n, -1)
   buffers = [[keys[rank]] if spec.overlap_degree else [] for rank in range(n)]
   received = [[] for _ in range(n)]
-  for transfer in range(spec.num_transfers):
-    arrived = _all_gathered(key, keys, transfer)
-    if arrived is None:
-      arrived = _sent(key, keys, transfer)
+  crossings = []
+  for transfer, hops in enumerate(spec.capacities.hops):
+    parts = [[keys[rank]] for rank in range(n)]  # What each rank has: blocks of tokens.
+    for hop in hops:
+      arrived = _exchanged(key, parts, transfer, hop)
+      if hop.level == "node":
+        crossings += [(rank, x) for rank in range(n) for b in arrived[rank] for x in b[b >= 0]]
       for rank in range(n):
-        received[rank].append(arrived[rank][arrived[rank] >= 0])
+        parts[rank] += arrived[rank]
+        if hop.kind != "all_gather":
+          received[rank] += [block[block >= 0] for block in arrived[rank]]
     for rank in range(n):
-      source = arrived[rank]
-      if not spec.overlap_degree:
-        source = np.concatenate([keys[rank], source])
-      index = _expand(key.take_runs[rank, transfer], spec.capacities.rows)
-      buffers[rank].append(
-        np.where(index < len(source), np.append(source, -1)[np.minimum(index, len(source))], -1)
+      (buffer,) = _followed(
+        key.take_runs[rank, transfer], parts[rank], [spec.capacities.rows[transfer]]
       )
+      buffers[rank].append(buffer)
 
   padded = np.zeros((n * spec.q_local, n * spec.k_local), np.int32)
   for rank in range(n):
@@ -58,43 +63,55 @@ def execute(key: DistAttnKey) -> Executed:
   counts = padded[: spec.q_len, : spec.k_len]
   shown = [np.flatnonzero(padded[queries[rank]].any(axis=0)) for rank in range(n)]
   return Executed(
-    counts, [np.concatenate(x) if x else np.zeros(0, int) for x in received], list(keys), shown
+    counts,
+    [np.concatenate(x) if x else np.zeros(0, int) for x in received],
+    list(keys),
+    shown,
+    crossings,
   )
 
 
-def _sent(key, keys, transfer):
-  """What arrives at each rank, by the sizes and places that senders have."""
-  n = key.spec.cp_size
-  arrived = [np.full(key.spec.capacities.rows, -1) for _ in range(n)]
-  for sender in range(n):
-    rows = _expand(key.send_runs[sender, transfer], key.spec.capacities.rows)
-    send_sizes, _, places, _ = key.pairs[sender, transfer]
-    begin = 0
-    for receiver in range(n):
-      size, place = send_sizes[receiver], places[receiver]
-      # Both sides must agree on what passes between them, and where it lies on the way back.
-      assert key.pairs[receiver, transfer, 1, sender] == size
-      assert size == 0 or key.pairs[receiver, transfer, 3, sender] == begin
-      target = arrived[receiver][place : place + size]
-      assert (target == -1).all() and len(target) == size
-      target[:] = keys[sender][rows[begin : begin + size]]
-      begin += size
+def _exchanged(key, parts, transfer, hop):
+  """What a hop brings to each rank, block by block."""
+  spec = key.spec
+  ranks, level = spec.ranks, spec.levels.index(hop.level)
+  groups = ranks.groups(hop.level) or [list(range(spec.cp_size))]
+  if hop.kind == "all_gather":
+    rows = slice(hop.begin, hop.begin + hop.rows[0])
+    return {rank: [parts[peer][0][rows] for peer in group] for group in groups for rank in group}
+  arrived = {}
+  count = len(hop.shifts) if hop.kind == "permute" else len(groups[0])
+  sizes = hop.rows if hop.kind == "permute" else hop.rows * count
+  sent = [
+    _followed(key.send_runs[level][rank, transfer], parts[rank], sizes)
+    for rank in range(spec.cp_size)
+  ]
+  for group in groups:
+    for index, rank in enumerate(group):
+      if hop.kind == "permute":
+        arrived[rank] = [
+          sent[group[(index - shift) % len(group)]][i] for i, shift in enumerate(hop.shifts)
+        ]
+      else:
+        arrived[rank] = [sent[peer][index] for peer in group]
+      # Both sides must agree on what passes between them.
+      for peer, block in zip(group, arrived[rank], strict=False):
+        if hop.kind != "permute" and peer != rank:
+          size = key.pairs[level][rank, transfer, 1, group.index(peer)]
+          assert size == key.pairs[level][peer, transfer, 0, index]
+          assert (block[:size] >= 0).all() and (block[size:] == -1).all()
   return arrived
 
 
-def _all_gathered(key, keys, transfer):
-  spec = key.spec
-  if not spec.capacities.all_gather:
-    return None
-  part = -(-spec.k_local // spec.num_transfers)
-  begin = min(transfer * part, spec.k_local)
-  return [keys[:, begin : begin + part].reshape(-1)] * spec.cp_size
-
-
-def _expand(runs, length):
-  index = np.empty(length, np.int64)
-  runs = runs[runs[:, 0] < length].tolist()
-  for i, (place, source) in enumerate(runs):
-    end = runs[i + 1][0] if i + 1 < len(runs) else length
-    index[place:end] = source + np.arange(end - place)
-  return index
+def _followed(runs, parts, sizes):
+  """Blocks of tokens, as runs (to_block, to_place, from_block, from_place) say; -1 is nothing."""
+  blocks = [np.full(size, -1) for size in sizes]
+  runs = [run for run in runs.tolist() if run[1] < NOWHERE]
+  for i, (block, place, source, begin) in enumerate(runs):
+    following = runs[i + 1] if i + 1 < len(runs) else (block + 1, 0)
+    end = following[1] if following[0] == block else sizes[block]
+    if begin < NOWHERE and end > place:
+      taken = parts[source][begin : begin + end - place]
+      assert len(taken) == end - place, "a run leaves the block that it takes from"
+      blocks[block][place:end] = taken
+  return blocks

@@ -39,15 +39,42 @@ def test_named_masks(case):
 
 
 @pytest.mark.parametrize(
-  ("cp_size", "overlap_degree", "all_gather"),
+  ("cp_size", "overlap_degree", "transport"),
   [
-    *(pytest.param(*x.values, False, marks=x.marks) for x in in_turns(_SIZES, _DEGREES)),
-    *[(4, 0, True), (3, 1, True), pytest.param(2, 4, True, marks=pytest.mark.long)],
+    *(pytest.param(*x.values, "all_to_all", marks=x.marks) for x in in_turns(_SIZES, _DEGREES)),
+    *[(4, 0, "all_gather"), (3, 1, "all_gather")],
+    pytest.param(2, 4, "all_gather", marks=pytest.mark.long),
   ],
 )
-def test_every_size_and_degree(cp_size, overlap_degree, all_gather):
+def test_every_size_and_degree(cp_size, overlap_degree, transport):
+  _check_all_masks(cp_size, overlap_degree=overlap_degree, transport=transport)
+
+
+@pytest.mark.parametrize(
+  ("ranks_per_node", "transport", "overlap_degree"),
+  in_turns([2, 4, 1, 8], ["two_level", "all_to_all", "all_gather", "auto"], [1, 2, 0, 4]),
+)
+def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
+  _check_all_masks(
+    8, overlap_degree=overlap_degree, transport=transport, ranks_per_node=ranks_per_node
+  )
+
+
+@pytest.mark.parametrize("overlap_degree", in_turns([2, 0, 1, 4], every=4))
+def test_a_ragged_exchange(overlap_degree):
+  """On CPUs, which have none, equal blocks take its place; its tables are those of the key."""
+  _check_all_masks(4, overlap_degree=overlap_degree, transport="ragged")
+
+
+def _check_all_masks(cp_size, *, overlap_degree, transport, **nodes):
   """All masks through one compiled program, as the key is data."""
-  options = {"cp_size": cp_size, "overlap_degree": overlap_degree, "all_gather": all_gather}
+  options = {"cp_size": cp_size, "overlap_degree": overlap_degree, "transport": transport, **nodes}
+  if transport == "auto":  # Each takes its own, and has a program of its own.
+    for name in ("causal", "documents", "window"):
+      key = magi_attn_flex_key(MASKS[name], **options)
+      inputs = make_inputs(np.random.default_rng(0), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
+      check_results(run(inputs, key, make_mesh(cp=cp_size)), inputs, MASKS[name])
+    return
   keys = {name: magi_attn_flex_key(mask, **options) for name, mask in MASKS.items()}
   room = keys["causal"].capacities
   for key in keys.values():
@@ -58,6 +85,7 @@ def test_every_size_and_degree(cp_size, overlap_degree, all_gather):
   )
   for mask in MASKS.values():
     key = magi_attn_flex_key(mask, capacities=room, **options)
+    assert key.capacities == room
     results = run(inputs, key, mesh, deterministic=overlap_degree == 1)
     check_results(results, inputs, mask)
 
@@ -77,7 +105,7 @@ def test_stages_are_rounded_once():
   inputs = make_inputs(
     np.random.default_rng(1), DTYPES["bf16"], LENGTH, LENGTH, 4, 2, 32, 32, num_sinks=2
   )
-  key = magi_attn_flex_key(MASKS["causal"], cp_size=4, overlap_degree=3, all_gather=False)
+  key = magi_attn_flex_key(MASKS["causal"], cp_size=4, overlap_degree=3, transport="all_to_all")
   out = run(inputs, key, make_mesh(cp=4))["out"]
   truth = expected_results(inputs, MASKS["causal"])[0]["out"].astype(out.dtype)
   assert (out == truth).mean() > 0.97
@@ -140,7 +168,7 @@ def test_new_masks_compile_nothing():
 
   documents = [[0, 1024], [0, 500, 1024], [0, 300, 301, 700, 1024], [0, 10, 1000, 1024], [0, 1024]]
   keys = [
-    magi_attn_varlen_key(x, causal=True, cp_size=4, chunk_size=32, all_gather=False)
+    magi_attn_varlen_key(x, causal=True, cp_size=4, chunk_size=32, transport="all_to_all")
     for x in documents
   ]
   room = keys[0].capacities
@@ -156,16 +184,23 @@ def test_new_masks_compile_nothing():
 def test_collectives():
   mesh = make_mesh(cp=4)
   documents = magi_attn_varlen_key(
-    [0, 100, 300, 1024], causal=True, cp_size=4, overlap_degree=2, all_gather=False
+    [0, 100, 300, 1024], causal=True, cp_size=4, overlap_degree=2, transport="all_to_all"
   )
-  cpu, gpu = (_text(documents, mesh, 1024, platform) for platform in ("cpu", "cuda"))
-  for text in (cpu, gpu):
+  for platform in ("cpu", "cuda"):
+    text = _text(documents, mesh, 1024, platform)
     assert "all_gather" not in text
     assert "reduce_scatter" not in text
-  # Two transfers forward, the same again and two back in the backward pass.
-  assert cpu.count("stablehlo.all_to_all") == 6
-  assert gpu.count("ragged_all_to_all") == 6
-  assert "stablehlo.all_to_all" not in gpu
+    assert "ragged" not in text
+    # Two transfers forward, the same again and two back in the backward pass.
+    assert text.count("stablehlo.all_to_all") == 6
+
+  ragged = magi_attn_varlen_key(
+    [0, 100, 300, 1024], causal=True, cp_size=4, overlap_degree=2, transport="ragged"
+  )
+  text = _text(ragged, mesh, 1024, "cuda")
+  assert text.count("ragged_all_to_all") == 6
+  assert "stablehlo.all_to_all" not in text
+  assert "ragged" not in _text(ragged, mesh, 1024)
 
   everything = magi_attn_flex_key(AttentionMask.full(1024), cp_size=4)
   text = _text(everything, mesh, 1024)

@@ -3,6 +3,7 @@
 import tracemalloc
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,10 +21,30 @@ def _check(key, mask):
   done = execute(key)
   np.testing.assert_array_equal(done.counts, mask.to_dense().astype(np.int32))
   for received, owned, shown in zip(done.received, done.owned, done.shown, strict=True):
-    assert len(np.unique(received)) == len(received), "a row came twice"
     assert not np.isin(received, owned).any(), "a row came that the rank has"
-    assert np.isin(received, shown).all(), "a row came that is not needed"
+    if len(key.spec.levels) == 1:
+      assert len(np.unique(received)) == len(received), "a row came twice"
+      assert np.isin(received, shown).all(), "a row came that is not needed"
+  _check_crossings(key, done)
   return done
+
+
+def _check_crossings(key, done):
+  """A row crosses to a node once, if at all; and only where somebody there needs it."""
+  per_node = key.spec.ranks_per_node
+  crossings = [(relay // per_node, token) for relay, token in done.crossings]
+  gathers = {hop.kind for hops in key.capacities.hops for hop in hops if hop.level == "node"}
+  if "all_gather" in gathers:  # It brings what a node has itself, too, and what it does not need.
+    assert len(set(crossings)) == len(crossings)
+    return
+  needed = {
+    (rank // per_node, token)
+    for rank, tokens in enumerate(done.shown)
+    for token in tokens
+    if key.spec.levels != ("all",)
+  }
+  owned = {(rank // per_node, token) for rank, x in enumerate(done.owned) for token in x}
+  assert sorted(crossings) == sorted(needed - owned)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -52,23 +73,27 @@ def document_masks(draw):
 @settings(max_examples=150, deadline=None)
 @given(
   mask=document_masks(),
-  cp_size=st.integers(1, 9),
+  cp_size=st.integers(1, 4),
   overlap_degree=st.integers(0, 4),
   dispatch=st.sampled_from(DISPATCHES),
-  all_gather=st.sampled_from([False, None, True]),
+  transport=st.sampled_from(["auto", "all_to_all", "all_gather", "two_level"]),
+  nodes=st.integers(1, 4),
 )
-def test_documents(mask, cp_size, overlap_degree, dispatch, all_gather):
+def test_documents(mask, cp_size, overlap_degree, dispatch, transport, nodes):
   key = magi_attn_flex_key(
     mask,
-    cp_size=cp_size,
+    cp_size=nodes * cp_size,
     overlap_degree=overlap_degree,
     dispatch=dispatch,
-    all_gather=all_gather,
+    transport=transport,
+    ranks_per_node=cp_size,
   )
-  _check(key, mask)
+  done = _check(key, mask)
   stats = key.stats()
   assert stats.area.sum() == mask.area()
-  assert (stats.rows_received <= stats.all_gather_rows).all()
+  assert (stats.rows_needed <= stats.all_gather_rows).all()
+  for rank, shown in enumerate(done.shown):
+    assert stats.rows_needed[rank] == (~np.isin(shown, done.owned[rank])).sum()
 
 
 @settings(max_examples=60, deadline=None)
@@ -84,7 +109,7 @@ def test_any_assignment(data):
   _check(key, case.mask)
   again = jax_magi.key_for_new_mask(key, case.mask)
   for name in ("q_chunks", "k_chunks", "slices", "send_runs", "take_runs", "pairs"):
-    np.testing.assert_array_equal(getattr(again, name), getattr(key, name))
+    jax.tree.map(np.testing.assert_array_equal, getattr(again, name), getattr(key, name))
 
 
 def test_one_causal_document_is_even():
@@ -150,7 +175,7 @@ def test_plans_are_the_same_every_time():
   first, second = (magi_attn_varlen_key(documents, causal=True, cp_size=8) for _ in range(2))
   assert first.spec == second.spec
   for name in ("q_chunks", "slices", "send_runs", "take_runs", "pairs"):
-    np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    jax.tree.map(np.testing.assert_array_equal, getattr(first, name), getattr(second, name))
 
 
 def test_masks_of_a_loader_fall_into_few_buckets():
@@ -163,17 +188,17 @@ def test_masks_of_a_loader_fall_into_few_buckets():
 
 def test_everyone_needs_everything():
   key = magi_attn_flex_key(AttentionMask.full(4096), cp_size=8)
-  assert key.stats().exchange == "all_gather"
+  assert key.stats().transport == "all_gather"
   assert key.stats().busiest_share == 1.0
   key = magi_attn_flex_key(AttentionMask.sliding_window(4096, left=100), cp_size=8)
-  assert key.stats().exchange == "needed"
+  assert key.stats().transport == "all_to_all"
   assert key.stats().share < 0.1
 
 
 def test_capacities_pin_a_bucket():
-  small = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4, all_gather=False)
+  small = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4, transport="all_to_all")
   large = magi_attn_varlen_key(
-    list(range(0, 1025, 8)), causal=True, cp_size=4, dispatch="zigzag", all_gather=False
+    list(range(0, 1025, 8)), causal=True, cp_size=4, dispatch="zigzag", transport="all_to_all"
   )
   both = small.capacities | large.capacities
   pinned = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4, capacities=both)
@@ -220,7 +245,7 @@ def test_padding_has_the_value_that_is_asked_for(xp):
 def test_the_busiest_rank_is_that_which_receives_most():
   """All ranks need the first one's rows, which sends three times what each of them gets."""
   mask = AttentionMask.from_ranges([[0, 64]], [[0, 16]], q_len=64, k_len=64)
-  stats = magi_attn_flex_key(mask, cp_size=4, dispatch="contiguous", all_gather=False).stats()
+  stats = magi_attn_flex_key(mask, cp_size=4, dispatch="contiguous", transport="all_to_all").stats()
   np.testing.assert_array_equal(stats.rows_received, [0, 16, 16, 16])
   assert stats.busiest_share == pytest.approx(1 / 3)
 
@@ -240,7 +265,10 @@ BAD = {
   "equally many chunks": {"dispatch": [0, 0, 0, 1]},
   "total_seqlen is 70": {"total_seqlen": 70},
   "capacities must be Capacities": {"capacities": 3},
-  "all_gather must be True or False": {"all_gather": 1},
+  "transport must be one of": {"transport": "pigeon"},
+  "ranks_per_node must be positive": {"ranks_per_node": 0},
+  "ranks_per_node must divide cp_size=3": {"ranks_per_node": 2, "cp_size": 3},
+  "'ragged' is for the GPUs of one node": {"transport": "ragged", "ranks_per_node": 1},
   "k_ranges and attn_type_map go with": {"k_ranges": [[0, 64]]},
 }
 
@@ -268,9 +296,13 @@ def test_both_lengths_do_not_make_it_cross_attention():
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_transfers_are_of_a_size(dispatch):
   key = magi_attn_flex_key(
-    AttentionMask.causal(65536), cp_size=8, overlap_degree=4, dispatch=dispatch, all_gather=False
+    AttentionMask.causal(65536),
+    cp_size=8,
+    overlap_degree=4,
+    dispatch=dispatch,
+    transport="all_to_all",
   )
-  received = key.pairs[:, :, 1].sum(axis=2)  # [rank, transfer]
+  received = key.pairs[0][:, :, 1].sum(axis=2)  # [rank, transfer]
   busiest = received[received.sum(axis=1).argmax()]
   assert busiest.max() <= 1.5 * busiest.mean()
 

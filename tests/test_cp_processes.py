@@ -14,13 +14,17 @@ def _free_port():
     return s.getsockname()[1]
 
 
-_CASES = [f"{mask}:{degree}" for mask in ("documents", "causal", "full") for degree in (0, 1, 2)]
+_CASES = [
+  f"{mask}:{degree}:{transport}:2"
+  for mask in ("documents", "causal", "full")
+  for degree, transport in ((0, "two_level"), (1, "auto"), (2, "two_level"))
+]
 
 
 @pytest.mark.parametrize(
   ("count", "cases"),
   [
-    (2, ["documents:1", "full:0"]),
+    (2, ["documents:1:all_to_all:1", "full:0:auto:2"]),
     pytest.param(2, _CASES, marks=pytest.mark.long),
     pytest.param(4, _CASES, marks=pytest.mark.long),
   ],

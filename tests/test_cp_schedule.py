@@ -10,41 +10,64 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask, overlap
-from jax_magi._src.context_parallel.schedule import backward_steps, part_of_rows, slices_of_rows
+from jax_magi._src.context_parallel.schedule import (
+  num_parts_of,
+  part_of_rows,
+  slices_of_keys,
+  slices_of_queries,
+  steps_of,
+)
 from jax_magi._src.native.backends import HOPPER
 from tests.cp_runs import make_mesh
 from tests.sizes import in_turns
 
 
 @pytest.mark.parametrize("is_fetching", [True, False])
-@pytest.mark.parametrize("overlap_degree", [1, 2, 3, 4, 7])
-def test_a_backward_pass_does_everything_once_and_in_time(overlap_degree, is_fetching):
-  parts, fetched, returned = [], set() if is_fetching else set(range(1, overlap_degree + 1)), []
-  for step in backward_steps(overlap_degree, is_fetching):
-    assert step.stage == 0 or step.stage in fetched
-    assert step.cast is None or step.reduce is None  # One in flight.
-    if step.reduce is not None:
-      stage = [(part, n) for number, part, n in parts if number == step.reduce]
-      assert sorted(part for part, _ in stage) == list(range(stage[0][1]))  # All of its gradients.
-      returned.append(step.reduce)
-    parts.append((step.stage, step.part, step.num_parts))
-    if step.cast is not None:
-      assert step.cast not in fetched
-      fetched.add(step.cast)
-  stages = range(overlap_degree + 1)
-  assert sorted(returned) == list(stages)[1:]
-  assert fetched == set(returned)
-  expected = {(s, part, n) for s, _, n in parts for part in range(n)}
-  assert sorted(parts) == sorted(expected)
-  assert {s for s, _, _ in parts} == set(stages)
-  # No kernel without a transfer but the one that has to wait for the first keys.
-  steps = list(backward_steps(overlap_degree, is_fetching))
-  idle = [step for step in steps if step.cast is None and step.reduce is None]
-  assert len(idle) == (1 if overlap_degree == 1 or not is_fetching else 0)
+@pytest.mark.parametrize(
+  "num_hops", [[1], [1, 1], [1, 1, 1, 1], [2], [1, 2], [1, 2, 2], [1, 2, 2, 2, 2]], ids=str
+)
+def test_a_backward_pass_does_everything_once_and_in_time(num_hops, is_fetching):
+  steps = steps_of(num_hops, is_fetching=is_fetching, is_backward=True)
+  everything = {(stage, hop) for stage, count in enumerate(num_hops, 1) for hop in range(count)}
+  fetched = set() if is_fetching else set(everything)
+  returned, computed = [], []
+  for step in steps:
+    if step.stage:
+      assert {(step.stage, hop) for hop in range(num_hops[step.stage - 1])} <= fetched
+    for stage, hop in step.reduces:
+      assert computed.count(stage) == num_parts_of(steps, stage)  # All of its gradients.
+      assert all((stage, later) in returned for later in range(hop + 1, num_hops[stage - 1]))
+    for stage, hop in step.casts:
+      assert all((stage, earlier) in fetched for earlier in range(hop))
+    # One in flight on each kind of link.
+    lanes = [hop - num_hops[stage - 1] for stage, hop in (*step.casts, *step.reduces)]
+    assert len(set(lanes)) == len(lanes)
+    fetched.update(step.casts)
+    returned += step.reduces
+    computed.append(step.stage)
+    assert step.part == computed.count(step.stage) - 1
+  assert sorted(returned) == sorted(everything)
+  assert fetched == everything
+  assert set(computed) == set(range(len(num_hops) + 1))
+
+
+@pytest.mark.parametrize("num_hops", [[], [1], [1, 1, 1], [2], [1, 2, 2]], ids=str)
+def test_a_forward_pass_fetches_everything_in_time(num_hops):
+  fetched = set()
+  computed = []
+  for step in steps_of(num_hops):
+    if step.stage:
+      assert {(step.stage, hop) for hop in range(num_hops[step.stage - 1])} <= fetched
+    assert not step.reduces
+    fetched.update(step.casts)
+    computed.append(step.stage)
+  assert len(fetched) == sum(num_hops)
+  # Keys of its own are computed in two parts where a first transfer has two hops.
+  assert computed == [0] * (1 + (num_hops == [2])) + list(range(1, len(num_hops) + 1))
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 127, 255, 256, 1000, 8192])
-@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
 def test_parts_of_rows_are_all_rows(num_rows, num_parts):
   parts = [part_of_rows(num_rows, part, num_parts) for part in range(num_parts)]
   assert parts[0][0] == 0
@@ -52,7 +75,7 @@ def test_parts_of_rows_are_all_rows(num_rows, num_parts):
   assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
 
 
-def test_slices_of_rows_show_the_same():
+def test_slices_of_parts_show_the_same():
   mask = AttentionMask.from_ranges(
     [[0, 9], [9, 9], [10, 31], [33, 40]],
     [[2, 9], [0, 4], [5, 40], [0, 33]],
@@ -61,10 +84,16 @@ def test_slices_of_rows_show_the_same():
     k_len=44,
   )
   dense = mask.to_dense()
+  slices = jnp.asarray(mask.slices)
   for begin, end in [(0, 40), (0, 17), (17, 40), (20, 20), (9, 12)]:
-    part = slices_of_rows(jnp.asarray(mask.slices), slice(begin, end))
-    seen = AttentionMask(np.asarray(part), end - begin, 44).to_dense()
-    np.testing.assert_array_equal(seen, dense[begin:end])
+    part = slices_of_queries(slices, begin, end)
+    seen = AttentionMask(np.asarray(part), 40, 44).to_dense()
+    expected = np.zeros_like(dense)
+    expected[begin:end] = dense[begin:end]
+    np.testing.assert_array_equal(seen, expected)
+    part = slices_of_keys(slices, begin, end)
+    seen = AttentionMask(np.asarray(part), 40, end - begin).to_dense()
+    np.testing.assert_array_equal(seen, dense[:, begin:end])
 
 
 def _step(key, **options):
@@ -86,16 +115,19 @@ def _operands(key, length):
   return (*(jax_magi.dispatch(x, key) for x in arrays), key)
 
 
-@pytest.mark.parametrize(("overlap_degree", "all_gather"), in_turns([1, 2, 4], [False, True]))
-def test_no_transfer_waits_for_all_attention_nor_all_attention_for_it(overlap_degree, all_gather):
+@pytest.mark.parametrize(
+  ("overlap_degree", "transport"), in_turns([1, 2, 4], ["all_to_all", "all_gather", "two_level"])
+)
+def test_no_transfer_waits_for_all_attention_nor_all_attention_for_it(overlap_degree, transport):
   mask = AttentionMask.from_cu_seqlens([0, 384, 640, 1024], causal=True)
   key = jax_magi.magi_attn_flex_key(
-    mask, cp_size=8, overlap_degree=overlap_degree, all_gather=all_gather
+    mask, cp_size=8, overlap_degree=overlap_degree, transport=transport, ranks_per_node=4
   )
   text = _step(key).lower(*_operands(key, 1024)).compile().as_text()
   transfers = overlap.schedule_of(text).collectives
   # XLA for CPUs sees through barriers, and may keep what the forward pass fetched.
-  assert 2 * overlap_degree <= len(transfers) <= 3 * overlap_degree
+  num_hops = sum(map(len, key.capacities.hops))
+  assert 2 * num_hops <= len(transfers) <= 3 * num_hops
   for transfer in transfers:
     assert transfer.independent_attention, transfer
 

@@ -62,7 +62,9 @@ def test_whole_arrays_with_batch_and_heads(axis_type, is_stack):
   """dp x cp x tp, in plain jit."""
   mesh = make_mesh(axis_type, dp=2, cp=2, tp=2)
   masks = [MASKS["documents"], MASKS["window"]] if is_stack else [MASKS["documents"]] * 2
-  keys = [magi_attn_flex_key(m, cp_size=2, dispatch="zigzag", all_gather=False) for m in masks]
+  keys = [
+    magi_attn_flex_key(m, cp_size=2, dispatch="zigzag", transport="all_to_all") for m in masks
+  ]
   key = jax_magi.stack_keys(keys) if is_stack else keys[0]
   rng = np.random.default_rng(6)
   rows = [make_inputs(rng, np.float32, LENGTH, LENGTH, 4, 2, 16, 16, num_sinks=0) for _ in masks]
@@ -184,7 +186,9 @@ def test_batches_of_batches():
   """Microbatches of rows with a mask each: vmap of vmap, in both orders."""
   mesh = make_mesh(cp=2)
   masks = [MASKS["documents"], MASKS["window"]]
-  keys = [magi_attn_flex_key(m, cp_size=2, dispatch="zigzag", all_gather=False) for m in masks]
+  keys = [
+    magi_attn_flex_key(m, cp_size=2, dispatch="zigzag", transport="all_to_all") for m in masks
+  ]
   x = np.random.default_rng(10).standard_normal((3, 2, LENGTH, 2, 16)).astype(np.float32)
   order = np.stack(
     [np.stack([jax_magi.dispatch(row, k) for row, k in zip(b, keys, strict=True)]) for b in x]

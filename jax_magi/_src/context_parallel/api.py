@@ -45,6 +45,7 @@ def calc_attn(
   return_max_logits: bool = False,
   reduce_max_logits: bool = True,
   keep_remote_kv: bool = False,
+  remote_grad_dtype: Any = None,
   deterministic: bool = False,
   sm_margin: int | tuple[int, int] | None = None,
   kernel_barrier: bool = False,
@@ -66,6 +67,9 @@ def calc_attn(
       `jax_magi.optim.reduce_max_logits` reduces those of all layers at once.
     keep_remote_kv: whether other ranks' keys and values stay in memory until the backward pass,
       which otherwise fetches them anew.
+    remote_grad_dtype: in what gradients of other ranks' keys and values travel: None is float32;
+      bfloat16 (or float16) halves their bytes, and rounds each row once for each hop. Sums are
+      float32 in any case.
     deterministic: see above.
     sm_margin: streaming multiprocessors that kernels leave free for communication, or a pair of
       them, forward and backward. None is what the environment says when the step is traced, in
@@ -100,7 +104,8 @@ def calc_attn(
   with_barrier = check_flag("kernel_barrier", kernel_barrier)
   asks_max_logits = check_flag("return_max_logits", return_max_logits)
   is_reduced = check_flag("reduce_max_logits", reduce_max_logits) and asks_max_logits
-  rank_config = RankConfig(forward, backward, axis_name, keep, with_barrier, is_reduced)
+  grad_dtype = _check_grad_dtype(remote_grad_dtype)
+  rank_config = RankConfig(forward, backward, axis_name, keep, with_barrier, is_reduced, grad_dtype)
   out, lse, max_logits = rank_attention(
     rank_config, q, k, v, jax.tree.unflatten(treedef, leaves), sink
   )
@@ -214,6 +219,19 @@ def stack_keys(keys: Sequence[DistAttnKey], capacities: Capacities | None = None
     if key.spec != keys[0].spec:
       raise ValueError(f"keys must be alike, but 0 is {keys[0]} and {i} is {key}")
   return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *keys)
+
+
+def _check_grad_dtype(dtype: Any) -> np.dtype:
+  """In what gradients travel."""
+  choices = [np.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)]
+  try:
+    found = choices[0] if dtype is None else np.dtype(dtype)
+  except TypeError:
+    found = None
+  if found not in choices:
+    names = ", ".join(x.name for x in choices)
+    raise ValueError(f"remote_grad_dtype must be None or one of {names}, got {dtype!r}")
+  return found
 
 
 def _part_of_rank(key: Any, axis_name: str) -> DistAttnKey:

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 
-from jax_magi._src.context_parallel.key import (
-  RECEIVE_PLACES,
-  RECEIVE_SIZES,
-  SEND_PLACES,
-  SEND_SIZES,
-  DistAttnKey,
-  KeySpec,
+from jax_magi._src.context_parallel.hops import (
+  Hop,
+  block_begins,
+  move,
+  move_back,
+  zeros_like_rows,
 )
-from jax_magi._src.context_parallel.plan import NOWHERE, part_length
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.context_parallel.key import DistAttnKey, KeySpec
+from jax_magi._src.context_parallel.routes import NOWHERE
 from jax_magi._src.transforms.varying import vary_like
+
+# The begin of the name of a scope around each collective; its kind follows.
+EXCHANGE_SCOPE = "jax_magi_exchange"
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
   """One transfer of a rank: group-cast of rows to a stage's buffer, group-reduce of what returns.
 
+  A cast goes hop by hop: `packed` is what a rank sends, `move` the communication, and what arrives
+  is one more part of what the next hop takes from, after the rank's own rows. A reduce goes the
+  same way back, with a gradient for each part.
+
   Attributes:
     spec: of the key.
     axis_name: the mesh axis.
     number: which of the key's transfers.
-    send_runs: as in the key, of this rank and transfer; so the next two.
+    send_runs: for each hop, as in the key, of this rank and transfer; so the next two.
     take_runs: see above.
     pairs: see above.
   """
@@ -41,183 +46,193 @@ class Transfer:
   spec: KeySpec
   axis_name: str
   number: int
-  send_runs: Any
+  send_runs: tuple[Any, ...]
   take_runs: Any
-  pairs: Any
+  pairs: tuple[Any, ...]
+
+  @property
+  def hops(self) -> tuple[Hop, ...]:
+    """What it is made of."""
+    return self.spec.capacities.hops[self.number]
 
   def cast(self, x: Any) -> Any:
     """A rank's rows `[k_local, ...]` to the rows of a stage's buffer, of all ranks."""
-    return self.unpacked(x, self.move(self.packed(x)))
+    parts = [x]
+    for hop in range(len(self.hops)):
+      parts.append(self.move(hop, self.packed(hop, parts)))
+    return self.unpacked(parts)
 
-  def reduce(self, dx: Any, deterministic: bool) -> Any:
+  def reduce(self, dx: Any, dtype: Any, deterministic: bool) -> Any:
     """Gradients of what `cast` returned to those of what it took: the sum over ranks."""
-    kept, sent = self.packed_back(dx)
-    return self.unpacked_back(kept, self.move_back(sent), deterministic)
+    parts = self.parted(dx)
+    for hop in reversed(range(len(self.hops))):
+      back = self.move_back(hop, self.packed_back(parts, dtype))
+      parts = self.added(hop, parts, back, deterministic)
+    return parts[0]
 
-  # --- their parts: what is sent is put together, moves, and is taken apart ---
+  # --- the steps of a cast ---
 
-  def packed(self, x: Any) -> Any:
-    """What a rank sends of its rows."""
-    if self._is_all_gather:
-      begin, end = self._part
-      return x[begin:end]
-    return _take(x, self._send_index)
+  def packed(self, hop: int, parts: Sequence[Any]) -> Any:
+    """What a rank sends in a hop, of its own rows and what earlier hops brought."""
+    if (sent := self._gathered_rows(hop)) is not None:
+      return parts[0][sent]
+    return _rows_of(self._sources(hop, parts), self._send_index(hop))
 
-  def move(self, sent: Any) -> Any:
-    """The communication of `cast`, and nothing else."""
-    if self._is_all_gather:
-      return lax.all_gather(sent, self.axis_name, tiled=True) if sent.shape[0] else sent
-    sizes = self.pairs[SEND_SIZES], self.pairs[RECEIVE_SIZES]
-    return self._ragged_all_to_all(sent, *sizes, self.pairs[SEND_PLACES])
+  def move(self, hop: int, sent: Any) -> Any:
+    """The communication of a hop, and nothing else."""
+    with self._scope(hop):
+      return move(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
-  def unpacked(self, x: Any, arrived: Any) -> Any:
+  def unpacked(self, parts: Sequence[Any]) -> Any:
     """A stage's buffer, of what arrived and, where there are no stages, of the rank's own rows."""
-    if not self.spec.overlap_degree:
-      arrived = jnp.concatenate([x, arrived])
-    return _take(arrived, _expanded(self.take_runs, self.spec.capacities.rows))
+    return _rows_of(self._stage_sources(parts), self._take_index)
 
-  def packed_back(self, dx: Any) -> tuple[Any, Any]:
-    """A buffer's gradients: of the rank's own rows, and those that a rank sends back."""
-    own = 0 if self.spec.overlap_degree else self.spec.k_local
-    index = _expanded(self.take_runs, self.spec.capacities.rows)
-    arrived = vary_like(jnp.zeros((own + self._num_arrived, *dx.shape[1:]), dx.dtype), dx)
-    arrived = arrived.at[index].set(dx, mode="drop", unique_indices=True)
-    return arrived[:own], arrived[own:]
+  # --- the steps of a reduce ---
 
-  def move_back(self, sent: Any) -> Any:
-    """The communication of `reduce`, and nothing else."""
-    if self._is_all_gather:
-      return lax.psum_scatter(sent, self.axis_name, tiled=True) if sent.shape[0] else sent
-    sizes = self.pairs[RECEIVE_SIZES], self.pairs[SEND_SIZES]
-    return self._ragged_all_to_all(sent, *sizes, self.pairs[RECEIVE_PLACES])
+  def parted(self, dx: Any) -> tuple[Any, ...]:
+    """A buffer's gradients, as those of what `unpacked` took: None for own rows not among it."""
+    lengths = [self.spec.k_local if not self.spec.overlap_degree else 0]
+    lengths += [int(block_begins(hop, self.spec.ranks)[-1]) for hop in self.hops]
+    parts, begin = [], 0
+    for length in lengths:
+      index = _within(self._take_index - begin, length)
+      zeros = zeros_like_rows(length, dx)
+      parts.append(zeros.at[index].set(dx, mode="drop", unique_indices=True) if length else None)
+      begin += length
+    return tuple(parts)
 
-  def unpacked_back(self, kept: Any, back: Any, deterministic: bool) -> Any:
-    """Gradients of a rank's rows, from both parts of them."""
-    if self._is_all_gather:
-      begin, end = self._part
-      total = jnp.pad(back, [(begin, self.spec.k_local - end)] + [(0, 0)] * (back.ndim - 1))
-    else:
-      total = self._summed(back, deterministic)
-    return kept + total if kept.shape[0] else total
+  def packed_back(self, parts: Sequence[Any], dtype: Any) -> Any:
+    """What a rank sends back in a hop: the gradients of what it brought, in the wire's dtype."""
+    return parts[-1].astype(dtype)
 
-  @property
-  def _is_all_gather(self) -> bool:
-    return self.spec.capacities.all_gather
+  def move_back(self, hop: int, sent: Any) -> Any:
+    """The communication of a hop, backwards."""
+    with self._scope(hop):
+      return move_back(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
-  @property
-  def _part(self) -> tuple[int, int]:
-    """The rows that every rank gives to this all-gather."""
-    length = part_length(self.spec.k_local, self.spec.num_transfers)
-    begin = min(self.number * length, self.spec.k_local)
-    return begin, min(begin + length, self.spec.k_local)
+  def added(self, hop: int, parts: Sequence[Any], back: Any, deterministic: bool) -> tuple:
+    """The parts that a hop took from, with what came back added in float32."""
+    *parts, last = parts
+    back = back.astype(last.dtype)
+    if (sent := self._gathered_rows(hop)) is not None:
+      if back.ndim > last.ndim:  # Not summed on the way.
+        back = jnp.sum(back, axis=0)
+      own = zeros_like_rows(self.spec.k_local, back) if parts[0] is None else parts[0]
+      return (own.at[sent].add(back), *parts[1:])
+    index, begin = self._send_index(hop), 0
+    totals = []
+    for number, part in enumerate(parts):
+      length = self.spec.k_local if number == 0 else part.shape[0]
+      if number == 0 and not self._takes_own_rows(hop):
+        totals.append(part)
+        continue
+      total = zeros_like_rows(length, back) if part is None else part
+      here = _within(index - begin, length)
+      totals.append(self._summed(hop, total, here, back, deterministic))
+      begin += length
+    return tuple(totals)
 
-  @property
-  def _num_arrived(self) -> int:
-    if not self._is_all_gather:
-      return self.spec.capacities.rows
-    begin, end = self._part
-    return (end - begin) * self.spec.cp_size
-
-  def _summed(self, back, deterministic):
-    """What came back, each row of it added to the one that it is the gradient of."""
-    total = vary_like(jnp.zeros((self.spec.k_local, *back.shape[1:]), back.dtype), back)
+  def _summed(self, hop, total, index, back, deterministic):
+    """Each row of what came back, added to the one that it is the gradient of."""
     if not deterministic:
-      return total.at[self._send_index].add(back, mode="drop")
-    # One receiver after the other, each of which had a row at most once.
-    index = self._send_index
-    ends = jnp.cumsum(self.pairs[SEND_SIZES])
+      return total.at[index].add(back, mode="drop")
+    # One block after the other, each of which has a row at most once.
+    begins = block_begins(self.hops[hop], self.spec.ranks)
     place = np.arange(len(index), dtype=np.int32)
+    blocks = jnp.asarray(begins)
 
-    def add(rank, total):
-      is_of_rank = (ends[rank] - self.pairs[SEND_SIZES][rank] <= place) & (place < ends[rank])
-      mine = jnp.where(is_of_rank, index, NOWHERE + place)
+    def add(block, total):
+      is_of_block = (blocks[block] <= place) & (place < blocks[block + 1])
+      mine = jnp.where(is_of_block & (index < NOWHERE), index, NOWHERE + place)
       return total.at[mine].add(back, mode="drop", unique_indices=True)
 
-    return lax.fori_loop(0, self.spec.cp_size, add, total)
+    return lax.fori_loop(0, len(begins) - 1, add, total)
+
+  def _scope(self, hop: int) -> Any:
+    """By which `jax_magi.overlap` knows our collectives in a program's text."""
+    return jax.named_scope(f"{EXCHANGE_SCOPE}_{self.hops[hop].kind}")
+
+  # --- where rows are ---
+
+  def _takes_own_rows(self, hop: int) -> bool:
+    """Whether a hop may send a rank's own rows: not after those of a node had a stage alone."""
+    return hop == 0 or not self.spec.near_first
+
+  def _sources(self, hop: int, parts: Sequence[Any]) -> Sequence[Any]:
+    return parts[: hop + 1] if self._takes_own_rows(hop) else parts[1 : hop + 1]
+
+  def _stage_sources(self, parts: Sequence[Any]) -> Sequence[Any]:
+    return parts[1:] if self.spec.overlap_degree else parts
+
+  def _gathered_rows(self, hop: int) -> slice | None:
+    """Its own rows that a rank gives to an all-gather."""
+    this = self.hops[hop]
+    return slice(this.begin, this.begin + this.rows[0]) if this.kind == "all_gather" else None
+
+  def _send_index(self, hop: int) -> Any:
+    begins = block_begins(self.hops[hop], self.spec.ranks)
+    own = [self.spec.k_local] if self._takes_own_rows(hop) else [0]
+    return _expanded(self.send_runs[hop], begins, self._source_begins(hop, own), begins[-1])
 
   @property
-  def _send_index(self):
-    return _expanded(self.send_runs, self.spec.capacities.rows)
-
-  def _ragged_all_to_all(self, rows, send_sizes, receive_sizes, places):
-    """Rows by receiver to rows by sender; `places` is where each receiver wants them."""
-
-    def fun(*operands):
-      choices = {HOPPER.platform: self._exact, "default": self._padded}
-      return lax.platform_dependent(*operands, **choices)
-
-    return _with_rows_of_batch(fun)(rows, send_sizes, receive_sizes, places)
-
-  def _exact(self, rows, send_sizes, receive_sizes, places):
-    offsets = jnp.cumsum(send_sizes) - send_sizes
-    return lax.ragged_all_to_all(
-      rows,
-      jnp.zeros_like(rows),
-      offsets,
-      send_sizes,
-      places,
-      receive_sizes,
-      axis_name=self.axis_name,
+  def _take_index(self) -> Any:
+    own = [0] if self.spec.overlap_degree else [self.spec.k_local]
+    length = self.spec.capacities.rows[self.number]
+    return _expanded(
+      self.take_runs, np.array([0]), self._source_begins(len(self.hops), own), length
     )
 
-  def _padded(self, rows, send_sizes, receive_sizes, places):
-    """The same where there is no `ragged_all_to_all`: every pair of ranks moves as much."""
-    del places  # Receivers put them together themselves.
-    pair = min(self.spec.k_local, rows.shape[0])
-    place = np.arange(pair, dtype=np.int32)[None]
-    offsets = (jnp.cumsum(send_sizes) - send_sizes)[:, None]
-    index = jnp.where(place < send_sizes[:, None], offsets + place, NOWHERE)
-    blocks = lax.all_to_all(_take(rows, index), self.axis_name, 0, 0)
-    begins = jnp.cumsum(receive_sizes) - receive_sizes
-    sources = np.arange(len(receive_sizes), dtype=np.int32) * pair
-    runs = jnp.stack([begins, vary_like(jnp.asarray(sources), begins)], axis=1)
-    end = vary_like(jnp.full((1, 2), NOWHERE, np.int32), begins)
-    end = end.at[0, 0].set(jnp.sum(receive_sizes))
-    index = _expanded(jnp.concatenate([runs, end]), rows.shape[0])
-    return _take(blocks.reshape(-1, *rows.shape[1:]), index)
+  def _source_begins(self, hop: int, own: list[int]) -> np.ndarray:
+    """Where the blocks of what a hop takes from begin: own rows, and those of hops before it."""
+    sizes = [np.array(own)]
+    sizes += [np.diff(block_begins(before, self.spec.ranks)) for before in self.hops[:hop]]
+    return np.concatenate([[0], np.cumsum(np.concatenate(sizes))[:-1]])
 
 
 def transfers_of(key: DistAttnKey, axis_name: str) -> list[Transfer]:
   """Of one rank, from its part of a key."""
-  tables = key.send_runs, key.take_runs, key.pairs
-  return [
-    Transfer(key.spec, axis_name, t, *(table[0, t] for table in tables))
-    for t in range(key.spec.num_transfers)
-  ]
+  levels = key.spec.levels
+  found = []
+  for t, hops in enumerate(key.spec.capacities.hops):
+    at = [levels.index(hop.level) for hop in hops]
+    send_runs = tuple(key.send_runs[level][0, t] for level in at)
+    pairs = tuple(key.pairs[level][0, t] for level in at)
+    found.append(Transfer(key.spec, axis_name, t, send_runs, key.take_runs[0, t], pairs))
+  return found
 
 
-def _with_rows_of_batch(fun: Callable, num_mapped: int = 0) -> Callable:
-  """vmap of an exchange. A batch that shares the tables is one exchange of longer rows.
+def _expanded(runs: Any, to_begins: np.ndarray, from_begins: np.ndarray, length: int) -> Any:
+  """int32 `[length]`: the place that each row is taken from, out of all bounds where there is none.
 
-  `num_mapped` axes of a batch with tables of its own stand before the rows.
+  Args:
+    runs: int32 `[n, 4]`, ascending: from this block and place on, the rows from that block and
+      place on.
+    to_begins: where blocks begin.
+    from_begins: likewise, of what is taken from.
+    length: rows of the result.
   """
-  exchange = custom_vmap(fun)
-
-  @exchange.def_vmap
-  def _(axis_size, is_mapped, rows, *tables):
-    if not any(is_mapped[1:]):
-      place = num_mapped + 1
-      return jnp.moveaxis(exchange(jnp.moveaxis(rows, 0, place), *tables), place, 0), True
-
-    def mapped(x, is_mapped):
-      return x if is_mapped else jnp.broadcast_to(x[None], (axis_size, *x.shape))
-
-    over_batch = _with_rows_of_batch(jax.vmap(fun), num_mapped + 1)
-    return over_batch(*map(mapped, (rows, *tables), is_mapped)), True
-
-  return exchange
-
-
-def _expanded(runs: Any, length: int) -> Any:
-  """int32 `[length]`: runs `[n, 2]` of (place, source), place by place. Places are ascending."""
-  shift = runs[:, 1] - runs[:, 0]
+  to_block, to_place, from_block, from_place = (runs[:, i] for i in range(4))
+  to = jnp.asarray(to_begins, np.int32)[to_block] + to_place
+  shift = jnp.asarray(from_begins, np.int32)[from_block] + from_place - to
   jump = jnp.diff(shift, prepend=jnp.zeros_like(shift[:1]))
-  total = vary_like(jnp.zeros(length, np.int32), runs).at[runs[:, 0]].add(jump, mode="drop")
+  total = vary_like(jnp.zeros(length, np.int32), runs).at[to].add(jump, mode="drop")
   return jnp.cumsum(total, dtype=np.int32) + np.arange(length, dtype=np.int32)
 
 
-def _take(x: Any, index: Any) -> Any:
-  """Rows of x; zeros for an index out of its bounds."""
-  if x.shape[0] == 0:  # jnp.take refuses.
-    return vary_like(jnp.zeros((*index.shape, *x.shape[1:]), x.dtype), x)
-  return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+def _within(index: Any, length: int) -> Any:
+  """An index, out of all bounds where it is not in an array of that length; all are unique."""
+  places = np.arange(len(index), dtype=np.int32)
+  return jnp.where((index >= 0) & (index < length), index, NOWHERE + places)
+
+
+def _rows_of(parts: Sequence[Any], index: Any) -> Any:
+  """Rows of several arrays, as if they were one; zeros for an index out of their bounds."""
+  result, begin = None, 0
+  for part in parts:
+    if length := part.shape[0]:  # jnp.take refuses empty ones.
+      here = _within(index - begin, length)
+      rows = jnp.take(part, here, axis=0, mode="fill", fill_value=0)
+      is_here = (here < NOWHERE).reshape(-1, *[1] * (part.ndim - 1))
+      result = rows if result is None else jnp.where(is_here, rows, result)
+    begin += length
+  return zeros_like_rows(index.shape[0], parts[0]) if result is None else result

@@ -8,36 +8,69 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_magi._src.context_parallel.plan import NOWHERE, Dispatch, Plan, to_table
+from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
+from jax_magi._src.context_parallel.plan import Dispatch, Plan, to_table
+from jax_magi._src.context_parallel.routes import NOWHERE, is_near_first, levels_of
 
+# How rows may travel; "auto" is one of the first three.
+TRANSPORTS = ("all_to_all", "all_gather", "two_level", "ragged")
 # Rows of `DistAttnKey.pairs`.
-SEND_SIZES, RECEIVE_SIZES, SEND_PLACES, RECEIVE_PLACES = range(4)
+SENT, RECEIVED = range(2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Capacities:
   """How much a compiled step has room for. Keys of equal capacities share it.
 
+  `a | b` has room for what fits either; a key is made for it with `capacities=`.
+
   Attributes:
     slices: slices of a rank and stage.
-    rows: rows of keys that a transfer brings to a rank, or takes from it.
-    runs: ranges of neighbouring rows in them.
-    all_gather: whether transfers bring all rows of all ranks, instead of those that are needed.
+    rows: for each transfer, rows of keys that a stage gets from it.
+    runs: ranges of neighbouring rows in them, and in what a rank sends.
+    hops: for each transfer, the collectives that it is made of, with their rows.
   """
 
   slices: int
-  rows: int
+  rows: tuple[int, ...]
   runs: int
-  all_gather: bool = False
+  hops: tuple[tuple[Hop, ...], ...]
 
   def __or__(self, other: Capacities) -> Capacities:
-    """Room for both."""
-    if self.all_gather != other.all_gather:
+    if [_levels(t) for t in self.hops] != [_levels(t) for t in other.hops]:
       raise ValueError(
-        "capacities with and without all_gather have no union; make the keys with all_gather=False"
+        "capacities of different transports or degrees have no union; make the keys with the same "
+        f"transport= and overlap_degree=, got {self} and {other}"
       )
-    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-    return Capacities(*(max(pair) for pair in pairs))
+    return Capacities(
+      max(self.slices, other.slices),
+      tuple(map(max, self.rows, other.rows)),
+      max(self.runs, other.runs),
+      tuple(
+        tuple(map(_room_for_both, mine, theirs))
+        for mine, theirs in zip(self.hops, other.hops, strict=True)
+      ),
+    )
+
+
+def _levels(hops: tuple[Hop, ...]) -> list[tuple[str, bool]]:
+  """What hops must have in common."""
+  return [(hop.level, hop.kind == "ragged") for hop in hops]
+
+
+def _room_for_both(a: Hop, b: Hop) -> Hop:
+  """A hop that can do what either can."""
+  for hop in (a, b):
+    if hop.kind == "all_gather":
+      return hop
+  if a.kind == b.kind == "permute":
+    rows = dict(zip(a.shifts, a.rows, strict=True))
+    for shift, size in zip(b.shifts, b.rows, strict=True):
+      rows[shift] = max(rows.get(shift, 0), size)
+    shifts = tuple(sorted(rows))
+    return dataclasses.replace(a, shifts=shifts, rows=tuple(rows[shift] for shift in shifts))
+  kind = "ragged" if a.kind == "ragged" else "all_to_all"
+  return Hop(a.level, kind, (max(*a.rows, *b.rows),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +86,29 @@ class KeySpec:
   cp_size: int
   overlap_degree: int
   is_cross: bool
+  transport: str
+  ranks_per_node: int
   capacities: Capacities
 
   @property
   def num_transfers(self) -> int:
     """Transfers of an attention, each way."""
     return max(self.overlap_degree, 1)
+
+  @property
+  def ranks(self) -> Ranks:
+    """Those of the mesh axis."""
+    return Ranks(self.cp_size, self.ranks_per_node)
+
+  @property
+  def levels(self) -> tuple[str, ...]:
+    """On which rows travel."""
+    return levels_of(self.transport, self.ranks)
+
+  @property
+  def near_first(self) -> bool:
+    """Whether the first transfer is of rows from the same node alone."""
+    return is_near_first(self.levels, self.num_transfers)
 
 
 @jax.tree_util.register_dataclass
@@ -73,21 +123,21 @@ class DistAttnKey:
     q_chunks: int32 `[cp_size, chunks]`, the chunks of queries that each rank holds, ascending.
     k_chunks: int32 `[cp_size, chunks]`, likewise; those of the queries but in cross-attention.
     slices: int32 `[cp_size, stages, slices, 6]`, of a rank's queries and a stage's buffer of keys.
-    send_runs: int32 `[cp_size, transfers, runs, 2]`: from this place on, the rows that a rank sends
-      are its own from that row on.
-    take_runs: int32 `[cp_size, transfers, runs, 2]`: from this place on, a stage's buffer has the
-      rows that arrived from that place on.
-    pairs: int32 `[cp_size, transfers, 4, cp_size]`, for each other rank: rows to send and to
-      receive, where those sent arrive in its buffer, and where those received were in its own.
+    send_runs: for each level, int32 `[cp_size, transfers, runs, 4]`: from this block and place on,
+      what a rank sends are the rows from that block and place on; block 0 is its own rows, the
+      others are what hops before this one brought.
+    take_runs: int32 `[cp_size, transfers, runs, 4]`: the same for a stage's buffer.
+    pairs: for each level, int32 `[cp_size, transfers, 2, group size]`: rows sent to each rank of
+      the group, and received from each.
     spec: lengths and capacities (static).
   """
 
   q_chunks: Any
   k_chunks: Any
   slices: Any
-  send_runs: Any
+  send_runs: tuple[Any, ...]
   take_runs: Any
-  pairs: Any
+  pairs: tuple[Any, ...]
   spec: KeySpec = dataclasses.field(metadata={"static": True})
 
   @property
@@ -111,7 +161,7 @@ class DistAttnKey:
     s = self.spec
     return (
       f"DistAttnKey({s.q_len} x {s.k_len} on {s.cp_size} ranks of {s.q_local}, "
-      f"overlap_degree={s.overlap_degree}, {s.capacities})"
+      f"overlap_degree={s.overlap_degree}, transport={s.transport!r}, {s.capacities})"
     )
 
 
@@ -139,21 +189,10 @@ def make_key(
 ) -> DistAttnKey:
   """The plan, filled up to capacities: given ones, or else the next round ones."""
   n, num_transfers = queries.cp_size, plan.num_transfers
-  needed = _needed_capacities(plan, n)
-  limit = keys.num_chunks * keys.chunk_size
+  needed = _needed_capacities(plan)
   if capacities is None:
-    floor = 2 * queries.num_chunks // n  # For the simplest masks, one bucket.
-    capacities = Capacities(
-      _round_up(max(needed.slices, floor)),
-      min(_round_up_finely(max(needed.rows, 1)), limit),
-      _round_up(max(needed.runs, floor)),
-      needed.all_gather,
-    )
-  for name in ("slices", "rows", "runs"):
-    need, have = getattr(needed, name), getattr(capacities, name)
-    if need > have:
-      raise ValueError(f"capacities.{name} must be at least {need} for this mask, got {have}")
-
+    capacities = _rounded(needed, queries.num_chunks // n, keys)
+  _check_room(needed, capacities)
   slice_group, slices = plan.slices
   table = to_table(slice_group, slices, n * plan.num_stages, capacities.slices, 0)
   spec = KeySpec(
@@ -166,28 +205,72 @@ def make_key(
     n,
     overlap_degree,
     keys is not queries,
+    plan.transport,
+    plan.ranks.per_node,
     capacities,
   )
-  totals = plan.sizes.sum(axis=2)
+
+  def run_table(runs):
+    return _run_table(runs, n * num_transfers, capacities.runs).reshape(n, num_transfers, -1, 4)
+
   return DistAttnKey(
     queries.chunks,
     keys.chunks,
     table.reshape(n, plan.num_stages, capacities.slices, 6),
-    _run_table(plan.send_runs, totals, capacities.runs).reshape(n, num_transfers, -1, 2),
-    _run_table(plan.take_runs, plan.num_rows, capacities.runs).reshape(n, num_transfers, -1, 2),
-    _pair_table(plan.sizes),
+    tuple(map(run_table, plan.send_runs)),
+    run_table(plan.take_runs),
+    tuple(
+      _pair_table(size, level, plan.ranks)
+      for level, size in zip(spec.levels, plan.sizes, strict=True)
+    ),
     spec,
   )
 
 
-def _needed_capacities(plan: Plan, n: int) -> Capacities:
+def _needed_capacities(plan: Plan) -> Capacities:
+  n = plan.ranks.count
+
   def most(group, count):
     return int(np.bincount(group, minlength=count).max(initial=0))
 
-  num_groups = n * plan.num_transfers
-  rows = max(plan.sizes.sum(axis=2).max(), plan.sizes.sum(axis=0).max(), plan.num_rows.max())
-  runs = max(most(plan.send_runs[0], num_groups), most(plan.take_runs[0], num_groups)) + 1
-  return Capacities(most(plan.slices[0], n * plan.num_stages), int(rows), runs, plan.is_all_gather)
+  tables = (plan.take_runs, *plan.send_runs)
+  runs = max(most(group, n * plan.num_transfers) for group, _ in tables) + 1
+  rows = tuple(plan.num_rows.max(axis=0, initial=0).tolist())
+  return Capacities(most(plan.slices[0], n * plan.num_stages), rows, runs, plan.hops)
+
+
+def _rounded(needed: Capacities, chunks_of_rank: int, keys: Dispatch) -> Capacities:
+  """Round numbers, so that similar masks have equal ones."""
+  floor = 2 * chunks_of_rank  # For the simplest masks, one bucket.
+  limit = keys.num_chunks * keys.chunk_size
+
+  def hop(hop: Hop) -> Hop:
+    if hop.kind == "all_gather":
+      return hop
+    # Between nodes, a quarter too much counts; inside one, fewer programs are worth half of it.
+    parts = 8 if hop.level == NODE else 4
+    rows = tuple(min(_round_up_to_part(max(size, 1), parts), limit) for size in hop.rows)
+    return dataclasses.replace(hop, rows=rows)
+
+  return Capacities(
+    _round_up(max(needed.slices, floor)),
+    tuple(min(_round_up(max(rows, 1)), limit) for rows in needed.rows),
+    _round_up(max(needed.runs, floor)),
+    tuple(tuple(map(hop, hops)) for hops in needed.hops),
+  )
+
+
+def _check_room(needed: Capacities, have: Capacities) -> None:
+  for name in ("slices", "runs", "rows"):
+    need, room = getattr(needed, name), getattr(have, name)
+    if np.any(np.array(need) > np.array(room)):
+      raise ValueError(f"capacities.{name} must be at least {need} for this mask, got {room}")
+  for t, (hops, room) in enumerate(zip(needed.hops, have.hops, strict=True)):
+    for need, hop in zip(hops, room, strict=True):
+      if any(a > b for a, b in zip(need.rows, hop.rows, strict=True)):
+        raise ValueError(
+          f"capacities.hops must have room for {need} in transfer {t} for this mask, got {hop}"
+        )
 
 
 def _round_up(count: int) -> int:
@@ -195,34 +278,34 @@ def _round_up(count: int) -> int:
   return 1 << max(count - 1, 0).bit_length()
 
 
-def _round_up_finely(count: int) -> int:
-  """To a power of two, or three quarters of one."""
-  power = _round_up(count)
-  return power * 3 // 4 if count <= power * 3 // 4 else power
+def _round_up_to_part(count: int, parts: int) -> int:
+  """To so many parts of a power of two: rows beyond what is needed are moved for nothing."""
+  step = max(_round_up(count) // parts, 1)
+  return -(-count // step) * step
 
 
-def _run_table(runs, totals: np.ndarray, capacity: int) -> np.ndarray:
-  """Runs of each group, and after them one that says that there is nothing more."""
-  group, places, sources = runs
-  num_groups = totals.size
-  ends = np.stack([totals.reshape(-1), np.full(num_groups, NOWHERE)], axis=1)
-  groups = np.concatenate([group, np.arange(num_groups)])
-  columns = np.concatenate([np.stack([places, sources], axis=1), ends])
+def _run_table(runs, num_groups: int, capacity: int) -> np.ndarray:
+  """Runs of each group, after one that says that there is nothing unless others say so."""
+  group, columns = runs
+  groups = np.concatenate([np.arange(num_groups), group])
+  nothing = np.tile(np.array([0, 0, 0, NOWHERE]), (num_groups, 1))
   order = np.argsort(groups, kind="stable")
-  return to_table(groups[order], columns[order], num_groups, capacity, NOWHERE)
-
-
-def _pair_table(sizes: np.ndarray) -> np.ndarray:
-  """`DistAttnKey.pairs` from rows `[sender, transfer, receiver]`."""
-  send_offsets = np.cumsum(sizes, axis=2) - sizes
-  receive_offsets = np.cumsum(sizes, axis=0) - sizes
-  back = (2, 1, 0)
-  table = np.empty((sizes.shape[0], sizes.shape[1], 4, sizes.shape[2]), np.int32)
-  table[:, :, SEND_SIZES] = sizes
-  table[:, :, RECEIVE_SIZES] = sizes.transpose(back)
-  table[:, :, SEND_PLACES] = receive_offsets
-  table[:, :, RECEIVE_PLACES] = send_offsets.transpose(back)
+  columns = np.concatenate([nothing, columns])[order]
+  table = to_table(groups[order], columns, num_groups, capacity, NOWHERE)
+  table[:, :, [0, 2]] = np.where(table[:, :, [0, 2]] == NOWHERE, 0, table[:, :, [0, 2]])
   return table
+
+
+def _pair_table(sizes: np.ndarray, level: str, ranks: Ranks) -> np.ndarray:
+  """`DistAttnKey.pairs` from rows `[sender, transfer, group size]`."""
+  rank = np.arange(ranks.count)
+  groups = ranks.groups(level) or [rank.tolist()]
+  members = np.array(groups)  # [group, index]: the rank.
+  group_of = np.empty(ranks.count, np.int64)
+  group_of[members] = np.arange(len(members))[:, None]
+  senders = members[group_of]  # [rank, index]: who sends to it.
+  received = sizes[senders, :, ranks.index(level, rank)[:, None]].transpose(0, 2, 1)
+  return np.stack([sizes, received], axis=2).astype(np.int32)
 
 
 def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
@@ -230,7 +313,16 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
   have = key.capacities
   if have == capacities:
     return key
-  if have.all_gather != capacities.all_gather or (have | capacities) != capacities:
+  kinds = [
+    [[(hop.level, hop.kind, hop.shifts) for hop in hops] for hops in room.hops]
+    for room in (have, capacities)
+  ]
+  if kinds[0] != kinds[1]:
+    raise ValueError(
+      f"the key has {have}, but its rows would travel in another way with {capacities}: make it "
+      "anew, with capacities="
+    )
+  if (have | capacities) != capacities:
     raise ValueError(f"the key has {have}, which {capacities} has no room for")
 
   def fill(table, capacity, value):
@@ -238,10 +330,15 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
     widths[-2] = (0, capacity - table.shape[-2])
     return np.pad(table, widths, constant_values=value)
 
+  def fill_runs(table):
+    filled = fill(table, capacities.runs, NOWHERE)
+    filled[..., table.shape[-2] :, [0, 2]] = 0
+    return filled
+
   return dataclasses.replace(
     key,
     slices=fill(key.slices, capacities.slices, 0),
-    send_runs=fill(key.send_runs, capacities.runs, NOWHERE),
-    take_runs=fill(key.take_runs, capacities.runs, NOWHERE),
+    send_runs=tuple(map(fill_runs, key.send_runs)),
+    take_runs=fill_runs(key.take_runs),
     spec=dataclasses.replace(key.spec, capacities=capacities),
   )

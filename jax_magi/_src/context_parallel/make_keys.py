@@ -10,8 +10,16 @@ import numpy as np
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
 from jax_magi._src.context_parallel.assignment import Links
-from jax_magi._src.context_parallel.key import Capacities, DistAttnKey, check_key, make_key
+from jax_magi._src.context_parallel.hops import ALL, Ranks
+from jax_magi._src.context_parallel.key import (
+  TRANSPORTS,
+  Capacities,
+  DistAttnKey,
+  check_key,
+  make_key,
+)
 from jax_magi._src.context_parallel.plan import Dispatch, assign_by_area, make_plan, num_chunks
+from jax_magi._src.context_parallel.routes import levels_of
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import area_of
 
@@ -34,7 +42,8 @@ def magi_attn_flex_key(
   dispatch: Any = "area",
   cross_attention: bool | None = None,
   capacities: Capacities | None = None,
-  all_gather: bool | None = None,
+  transport: str = "auto",
+  ranks_per_node: int | None = None,
   links: Links | None = None,
 ) -> DistAttnKey:
   """Plans attention over a mask on `cp_size` ranks. Numpy on the host; equal on every process.
@@ -58,8 +67,13 @@ def magi_attn_flex_key(
       None is if there are more or fewer.
     capacities: those of another key, to share its compiled step; None is round numbers above what
       is needed.
-    all_gather: whether all rows move to all ranks, by all-gather; None decides by their number.
-    links: what moving a row costs, for `dispatch="area"`; None is eight ranks to a node.
+    transport: how rows travel. "all_gather": all rows to all ranks. "all_to_all": those that are
+      needed, padded to the largest number that any rank sends to another. "two_level": once to
+      each node that needs them, and from there to its ranks. "ragged": exactly those that are
+      needed, on GPUs of one node (see the documentation first). "auto": one of the first three,
+      whichever is predicted to take the least time.
+    ranks_per_node: neighbouring ranks that share a node, and so faster links; None is all of them.
+    links: what moving a row costs, for `dispatch="area"` and `transport="auto"`.
 
   Returns:
     A `DistAttnKey`.
@@ -80,8 +94,12 @@ def magi_attn_flex_key(
     size = _chunk_size("total_seqlen_k", None, mask.k_len, cp_size)
     count = num_chunks(mask.k_len, size, cp_size)
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
-  queries = _make_dispatch(mask, cp_size, chunk_size, dispatch, keys, links or Links())
-  return _plan_key(mask, queries, keys or queries, overlap_degree, capacities, all_gather)
+  ranks = _check_ranks(cp_size, ranks_per_node)
+  links = links or Links()
+  queries = _make_dispatch(mask, ranks, chunk_size, dispatch, keys, links)
+  return _plan_key(
+    mask, queries, keys or queries, overlap_degree, capacities, transport, ranks, links
+  )
 
 
 def magi_attn_varlen_key(
@@ -117,7 +135,8 @@ def key_for_new_mask(
   *,
   overlap_degree: int | None = None,
   capacities: Capacities | None = None,
-  all_gather: bool | None = None,
+  transport: str = "auto",
+  links: Links | None = None,
 ) -> DistAttnKey:
   """Another mask on the same dispatch, for models whose layers have different masks.
 
@@ -127,8 +146,9 @@ def key_for_new_mask(
     k_ranges: see above.
     attn_type_map: see above.
     overlap_degree: None is that of `key`.
-    capacities: as in `magi_attn_flex_key`; so the next one.
-    all_gather: see above.
+    capacities: as in `magi_attn_flex_key`; so the next two.
+    transport: see above.
+    links: see above.
   """
   spec = check_key(key).spec
   lengths = (None, None) if isinstance(q_ranges, AttentionMask) else (spec.q_len, spec.k_len)
@@ -143,7 +163,7 @@ def key_for_new_mask(
   if spec.is_cross:
     keys = _dispatch_of(key.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
   degree = spec.overlap_degree if overlap_degree is None else overlap_degree
-  return _plan_key(mask, queries, keys, degree, capacities, all_gather)
+  return _plan_key(mask, queries, keys, degree, capacities, transport, spec.ranks, links or Links())
 
 
 def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
@@ -200,20 +220,30 @@ def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
   return 1 << (wanted.bit_length() - 1)
 
 
-def _make_dispatch(mask, cp_size, chunk_size, dispatch, keys, links) -> Dispatch:
+def _check_ranks(cp_size: int, per_node: Any) -> Ranks:
+  """The ranks and their nodes."""
+  if per_node is None:
+    return Ranks(cp_size, cp_size)
+  per_node = min(_check_positive("ranks_per_node", per_node), cp_size)
+  if cp_size % per_node:
+    raise ValueError(f"ranks_per_node must divide cp_size={cp_size}, got {per_node}")
+  return Ranks(cp_size, per_node)
+
+
+def _make_dispatch(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> Dispatch:
   """Queries over ranks; and keys too, if `keys` is None."""
-  length = mask.q_len
+  length, cp_size = mask.q_len, ranks.count
   if not isinstance(dispatch, str):
-    ranks = as_int32("dispatch", dispatch, ("num_chunks",))
-    if not isinstance(ranks, np.ndarray):
+    of_chunks = as_int32("dispatch", dispatch, ("num_chunks",))
+    if not isinstance(of_chunks, np.ndarray):
       raise ValueError("dispatch must be concrete, got a traced array")
-    return _explicit_dispatch(ranks, length, cp_size, chunk_size)
+    return _explicit_dispatch(of_chunks, length, cp_size, chunk_size)
   check_choice("dispatch", dispatch, ("area", "zigzag", "contiguous"))
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
     slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
-    ranks = assign_by_area(slices, length, size, cp_size, keys, links)
-    return Dispatch(length, size, cp_size, ranks)
+    of_chunks = assign_by_area(slices, length, size, cp_size, keys, links)
+    return Dispatch(length, size, cp_size, of_chunks)
   blocks = 2 if dispatch == "zigzag" else 1
   if chunk_size is None:
     _check_positive("total_seqlen", length)
@@ -252,15 +282,41 @@ def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dis
   return Dispatch(length, chunk_size, cp_size, ranks)
 
 
-def _plan_key(mask, queries, keys, overlap_degree, capacities, all_gather) -> DistAttnKey:
+def _plan_key(
+  mask, queries, keys, overlap_degree, capacities, transport, ranks: Ranks, links
+) -> DistAttnKey:
   degree = check_length("overlap_degree", overlap_degree)
-  if all_gather is not None:
-    all_gather = check_flag("all_gather", all_gather)
+  check_choice("transport", transport, ("auto", *TRANSPORTS))
+  if transport == "ragged" and ranks.num_nodes > 1:
+    raise ValueError(
+      f"transport='ragged' is for the GPUs of one node, but {ranks.count} ranks are on "
+      f"{ranks.num_nodes} nodes: XLA would make an all-gather of it; take 'two_level'"
+    )
+  if transport == "two_level" and len(levels_of(transport, ranks)) == 1:
+    transport = "all_to_all"  # Of one node, or of nodes of one rank, it is the same.
+  hops = None
   if capacities is not None:
     if not isinstance(capacities, Capacities):
       raise ValueError(f"capacities must be Capacities, got {type(capacities).__name__}")
-    if all_gather not in (None, capacities.all_gather):
-      raise ValueError(f"all_gather is {all_gather}, but capacities say otherwise: {capacities}")
-    all_gather = capacities.all_gather
-  plan = make_plan(np.asarray(mask.slices), queries, keys, degree, all_gather=all_gather)
+    hops = capacities.hops
+    transport = _transport_of(capacities, transport, ranks, max(degree, 1))
+  plan = make_plan(np.asarray(mask.slices), queries, keys, degree, ranks, transport, hops, links)
   return make_key(plan, queries, keys, degree, capacities)
+
+
+def _transport_of(capacities: Capacities, transport: str, ranks: Ranks, num_transfers: int) -> str:
+  """The transport that capacities are of."""
+  if len(capacities.hops) != num_transfers:
+    raise ValueError(
+      f"capacities are of {len(capacities.hops)} transfers, but overlap_degree asks for "
+      f"{num_transfers}"
+    )
+  levels = {hop.level for hops in capacities.hops for hop in hops}
+  kind = capacities.hops[0][0].kind
+  found = "two_level" if levels != {ALL} else "all_to_all" if kind == "permute" else kind
+  if transport not in ("auto", found) or not levels.issubset(levels_of(found, ranks)):
+    raise ValueError(
+      f"capacities are of transport {found!r}, but transport is {transport!r}, with "
+      f"{ranks.per_node} ranks to a node: {capacities}"
+    )
+  return found

@@ -17,10 +17,12 @@ from jax_magi._src.attention.merge import merge_attention
 from jax_magi._src.context_parallel.exchange import transfers_of
 from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.schedule import (
-  backward_steps,
+  num_parts_of,
   part_of_rows,
   side_by_side,
-  slices_of_rows,
+  slices_of_keys,
+  slices_of_queries,
+  steps_of,
 )
 from jax_magi._src.optim.statistics import reduce_max_logits
 
@@ -35,6 +37,7 @@ class RankConfig:
   keep_remote_kv: bool = False
   kernel_barrier: bool = False
   reduces_max_logits: bool = False
+  remote_grad_dtype: Any = np.float32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -59,35 +62,43 @@ def rank_attention(config: RankConfig, q, k, v, key: DistAttnKey, sink):
 def _forward(config: RankConfig, q, k, v, key, sink):
   both = _joined(k, v)
   transfers = transfers_of(key, config.axis_name)
-  stages = [(k, v)]
+  stages = {0: (k, v)}
   if not key.spec.overlap_degree:
-    stages = [_parted(transfer.cast(both), k, v) for transfer in transfers]
+    stages[0] = _parted(transfers[0].cast(both), k, v)
   if not key.spec.overlap_degree or key.spec.cp_size == 1:
     transfers = []
+  steps = steps_of([len(transfer.hops) for transfer in transfers])
 
-  def attend(number, slices):
-    # The sink takes part in one stage's softmax, and so in their union's.
-    stage_sink = sink if number == 0 else jnp.full_like(sink, -jnp.inf)
-    operands = (q, *stages[number], slices, stage_sink)
-    # Results of several stages are rounded once, when they are one.
-    out_dtype = np.float32 if transfers else None
+  def attend(step, slices):
+    # The sink takes part in one call's softmax, and so in their union's.
+    step_sink = sink if step is steps[0] else jnp.full_like(sink, -jnp.inf)
+    operands = (q, *stages[step.stage], slices, step_sink)
+    # Results of several calls are rounded once, when they are one.
+    out_dtype = np.float32 if len(steps) > 1 else None
     results = ops.forward(config.forward, *(x[None] for x in operands), out_dtype=out_dtype)
     return tuple(x[0] for x in results)
 
   results: list[Any] = []
-  for number, transfer in enumerate([*transfers, None]):
-    kernel = functools.partial(attend, number)
-    sent = transfer.packed(both) if transfer else None
-    move = transfer.move if transfer else None
-    slices = key.slices[0, number]
-    results, result, arrived = side_by_side(
-      results, kernel, slices, move, sent, with_barrier=config.kernel_barrier
+  parts = [[both] for _ in transfers]  # What each transfer has brought so far.
+  for step in steps:
+    slices = key.slices[0, step.stage]
+    if (num_parts := num_parts_of(steps, step.stage)) > 1:
+      rows = part_of_rows(q.shape[0], step.part, num_parts)
+      slices = slices_of_queries(slices, *rows)
+    moves, sent = _casts(step, transfers, parts)
+    done, result, arrived = side_by_side(
+      (results, parts),
+      functools.partial(attend, step),
+      slices,
+      moves,
+      sent,
+      with_barrier=config.kernel_barrier,
     )
+    results, parts = done
     results.append(result)
-    if transfer:
-      stages.append(_parted(transfer.unpacked(both, arrived), k, v))
+    _arrive(step, transfers, parts, arrived, stages, k, v)
   outs, lses, maxima = zip(*results, strict=True)
-  out, lse = merge_attention(outs, lses) if transfers else (outs[0], lses[0])
+  out, lse = merge_attention(outs, lses) if len(steps) > 1 else (outs[0], lses[0])
   out, max_logits = out.astype(q.dtype), functools.reduce(jnp.maximum, maxima)
   if config.reduces_max_logits:
     max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
@@ -95,6 +106,26 @@ def _forward(config: RankConfig, q, k, v, key, sink):
     # the one that a kernel hides, and a transfer of keys not.
     out, _ = lax.optimization_barrier((out, max_logits))
   return (out, lse, max_logits), stages
+
+
+def _casts(step, transfers, parts):
+  """The moves of a step that bring keys, and what each sends."""
+  moves, sent = [], []
+  for stage, hop in step.casts:
+    transfer = transfers[stage - 1]
+    moves.append(functools.partial(transfer.move, hop))
+    sent.append(transfer.packed(hop, parts[stage - 1]))
+  return moves, sent
+
+
+def _arrive(step, transfers, parts, arrived, stages, k, v):
+  """Puts what a step brought where it belongs, and into `stages` where all of one is there."""
+  for (stage, hop), rows in zip(step.casts, arrived, strict=False):
+    transfer = transfers[stage - 1]
+    parts[stage - 1].append(rows)
+    if hop == len(transfer.hops) - 1:
+      stages[stage] = _parted(transfer.unpacked(parts[stage - 1]), k, v)
+      parts[stage - 1] = []
 
 
 def _rank_attention_fwd(config: RankConfig, q, k, v, key, sink):
@@ -115,9 +146,9 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   transfers = transfers_of(key, config.axis_name)
   queries = (q, dout, lse, row_delta)
   if not key.spec.overlap_degree:
-    ((stage_k, stage_v),) = kept or [_parted(transfers[0].cast(_joined(k, v)), k, v)]
+    stage_k, stage_v = kept[0] if kept else _parted(transfers[0].cast(_joined(k, v)), k, v)
     dq, gradient = _stage_backward(config, queries, stage_k, stage_v, key.slices[0, 0])
-    dk_dv = transfers[0].reduce(gradient, config.backward.deterministic)
+    dk_dv = transfers[0].reduce(gradient, config.remote_grad_dtype, config.backward.deterministic)
   elif key.spec.cp_size == 1:
     dq, dk_dv = _stage_backward(config, queries, k, v, key.slices[0, 0])
   else:
@@ -127,44 +158,53 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
 
 
 def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
-  """float32 dq, and dk and dv as one array of rows; `BackwardStep`s tell the order."""
+  """float32 dq, and dk and dv as one array of rows; the steps of `steps_of` tell the order."""
   both = _joined(k, v)
-  stages: dict[int, tuple[Any, Any]] = dict(enumerate(kept or [(k, v)]))
-  gradients: dict[int, Any] = {}  # By remote stage, of its keys and values, until they go home.
-  # Summed as they come, as all that is there waits at each step: of the rank's own rows, and of
-  # each half of its queries.
-  dk_dv: Any = None
-  dq: list[Any] = [None, None]
-  halves = [slice(*part_of_rows(queries[0].shape[0], half, 2)) for half in range(2)]
-  for step in backward_steps(key.spec.overlap_degree, is_fetching=kept is None):
-    rows = slice(*part_of_rows(queries[0].shape[0], step.part, step.num_parts))
-    operands = tuple(x[rows] for x in queries), *stages[step.stage]
-    kernel = functools.partial(_stage_backward, config, *operands)
-    slices = slices_of_rows(key.slices[0, step.stage], rows)
-    move = sent = own = None
-    if step.cast is not None:
-      move, sent = transfers[step.cast - 1].move, transfers[step.cast - 1].packed(both)
-    if step.reduce is not None:
-      move = transfers[step.reduce - 1].move_back
-      own, sent = transfers[step.reduce - 1].packed_back(gradients.pop(step.reduce))
-    (gradients, dk_dv, dq), (part_dq, gradient), arrived = side_by_side(
-      (gradients, dk_dv, dq), kernel, slices, move, sent, with_barrier=config.kernel_barrier
+  stages: dict[int, tuple[Any, Any]] = dict(kept or {0: (k, v)})
+  steps = steps_of(
+    [len(transfer.hops) for transfer in transfers], is_fetching=not kept, is_backward=True
+  )
+  # By transfer, what it has brought so far; and gradients of that, until they are home.
+  parts: list[Any] = [[both] for _ in transfers]
+  back: list[Any] = [None for _ in transfers]
+  # By stage, gradients of the parts of its keys; and the sums, which grow as they come, as all that
+  # is there waits at each step.
+  gradients: dict[int, list[Any]] = {}
+  dk_dv = dq = None
+  for step in steps:
+    stage_k, stage_v = stages[step.stage]
+    num_parts = num_parts_of(steps, step.stage)
+    begin, end = part_of_rows(stage_k.shape[0], step.part, num_parts)
+    kernel = functools.partial(
+      _stage_backward, config, queries, stage_k[begin:end], stage_v[begin:end]
     )
-    if step.cast is not None:
-      stages[step.cast] = _parted(transfers[step.cast - 1].unpacked(both, arrived), k, v)
-    if step.reduce is not None:
-      deterministic = config.backward.deterministic
-      home = transfers[step.reduce - 1].unpacked_back(own, arrived, deterministic)
-      dk_dv = _sum(dk_dv, home)
-    if step.stage == 0:
-      dk_dv = _sum(dk_dv, gradient)
-    else:
-      gradients[step.stage] = _sum(gradients.get(step.stage), gradient)
-    is_half = step.num_parts == 2
-    pieces = {step.part: part_dq} if is_half else dict(enumerate(part_dq[x] for x in halves))
-    for half, piece in pieces.items():
-      dq[half] = _sum(dq[half], piece)
-  return jnp.concatenate(dq), dk_dv
+    slices = key.slices[0, step.stage]
+    if num_parts > 1:
+      slices = slices_of_keys(slices, begin, end)
+    moves, sent = _casts(step, transfers, parts)
+    for stage, hop in step.reduces:
+      transfer = transfers[stage - 1]
+      if back[stage - 1] is None:
+        back[stage - 1] = transfer.parted(jnp.concatenate(gradients.pop(stage)))
+      moves.append(functools.partial(transfer.move_back, hop))
+      sent.append(transfer.packed_back(back[stage - 1], config.remote_grad_dtype))
+    (gradients, dk_dv, dq, parts, back), (part_dq, gradient), arrived = side_by_side(
+      (gradients, dk_dv, dq, parts, back),
+      kernel,
+      slices,
+      moves,
+      sent,
+      with_barrier=config.kernel_barrier,
+    )
+    _arrive(step, transfers, parts, arrived, stages, k, v)
+    for (stage, hop), rows in zip(step.reduces, arrived[len(step.casts) :], strict=True):
+      transfer = transfers[stage - 1]
+      summed = transfer.added(hop, back[stage - 1], rows, config.backward.deterministic)
+      back[stage - 1] = None if hop == 0 else summed
+      dk_dv = _sum(dk_dv, summed[0]) if hop == 0 else dk_dv
+    gradients[step.stage] = [*gradients.get(step.stage, []), gradient]
+    dq = _sum(dq, part_dq)
+  return dq, _sum(dk_dv, jnp.concatenate(gradients[0]))
 
 
 def _sum(total, x):

@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from jax_magi._src.context_parallel import assignment
+from jax_magi._src.context_parallel.hops import Hop, Ranks
 from jax_magi._src.context_parallel.intervals import (
   cut,
   exploded,
@@ -21,17 +22,21 @@ from jax_magi._src.context_parallel.intervals import (
   union,
 )
 from jax_magi._src.context_parallel.local_slices import merged, moved, shown_keys
+from jax_magi._src.context_parallel.routes import (
+  NEARLY_ALL,
+  Rows,
+  Runs,
+  find_routes,
+  gathers_nodes,
+  levels_of,
+  moved_by_transport,
+  runs_of,
+  with_transfers,
+)
 from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
-
-# A row that is in no buffer. As an index it is out of every array's bounds.
-NOWHERE = 1 << 29
 
 # Chunks whose keys are counted at once, to bound the memory.
 _ROWS_AT_ONCE = 512
-# Transfers take chunks in turns where that leaves so much of what the busiest ranks move.
-_IN_TURNS = 0.9
-# All-gather moves all rows at full speed without an index; from this share of them on, it is used.
-_NEARLY_ALL = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,13 @@ class Dispatch:
     begins = np.empty(self.num_chunks, np.int64)
     begins[self.chunks] = np.arange(self.num_chunks // self.cp_size) * self.chunk_size
     return begins
+
+  def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Begin, end, rank and local begin of neighbouring chunks that a rank has side by side."""
+    first, last = joined(np.append(True, self.ranks[1:] != self.ranks[:-1]))
+    begins = first * self.chunk_size
+    ends = (last + 1) * self.chunk_size
+    return begins, ends, self.ranks[first].astype(np.int64), self.local_begins()[first]
 
 
 def num_chunks(length: int, chunk_size: int, cp_size: int, multiple: int = 1) -> int:
@@ -132,39 +144,25 @@ class Plan:
     num_stages: calls of the kernel.
     num_transfers: transfers.
     slices: rank * num_stages + stage, and int64 slices of its queries and the stage's buffer.
-    sizes: int64 `[sender, transfer, receiver]`, rows.
-    send_runs: sender * num_transfers + transfer, where a run begins among the rows that it sends,
-      and where in its own; by receiver.
-    take_runs: receiver * num_transfers + transfer, where a run begins in the stage's buffer, and
-      where among what the stage takes from: what arrived, by sender; all ranks' rows of the
-      transfer, for an all-gather; and before either its own rows, without overlap.
+    hops: of each transfer, with as many rows as are needed.
+    send_runs: for each level, sender * num_transfers + transfer, and runs of what it sends.
+    take_runs: receiver * num_transfers + transfer, and runs of the stage's buffer.
+    sizes: for each level, int64 `[sender, transfer, group size]`, rows.
     num_rows: int64 `[receiver, transfer]`, rows of a stage's buffer.
-    is_all_gather: whether everything moves everywhere.
+    transport: how rows travel.
+    ranks: of the axis.
   """
 
   num_stages: int
   num_transfers: int
   slices: tuple[np.ndarray, np.ndarray]
-  sizes: np.ndarray
-  send_runs: tuple[np.ndarray, np.ndarray, np.ndarray]
-  take_runs: tuple[np.ndarray, np.ndarray, np.ndarray]
+  hops: tuple[tuple[Hop, ...], ...]
+  send_runs: tuple[Runs, ...]
+  take_runs: Runs
+  sizes: tuple[np.ndarray, ...]
   num_rows: np.ndarray
-  is_all_gather: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-  """Ranges of keys that ranks need, by rank and position: none crosses a chunk."""
-
-  rank: np.ndarray
-  begin: np.ndarray
-  size: np.ndarray
-  owner: np.ndarray
-  local: np.ndarray  # Where the owner has it.
-  transfer: np.ndarray
-
-  def __getitem__(self, index) -> _Rows:
-    return _Rows(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
+  transport: str
+  ranks: Ranks
 
 
 def make_plan(
@@ -172,40 +170,47 @@ def make_plan(
   queries: Dispatch,
   keys: Dispatch,
   overlap_degree: int,
-  *,
-  all_gather: bool | None = None,
+  ranks: Ranks,
+  transport: str = "auto",
+  given: tuple[tuple[Hop, ...], ...] | None = None,
+  links: assignment.Links | None = None,
 ) -> Plan:
-  """The plan of a mask (int32 slices) on a dispatch. `all_gather` is decided by rows where None."""
-  s = slices[area_of(slices) > 0].astype(np.int64)
-  pieces, index, chunk = _pieces(s, queries.chunk_size)
-  rank = queries.ranks[chunk].astype(np.int64)
-  # Neighbouring chunks of a rank are neighbours in its buffer, and their pieces of a slice are one.
-  is_new = (index[1:] != index[:-1]) | (chunk[1:] != chunk[:-1] + 1) | (rank[1:] != rank[:-1])
-  first, last = joined(np.append(True, is_new)[: len(index)])
-  rank, chunk, q_ends = rank[first], chunk[first], pieces[last, Q_END]
-  pieces = pieces[first]
-  pieces[:, Q_END] = q_ends
-  q_shift = queries.local_begins()[chunk] - chunk * queries.chunk_size
+  """The plan of a mask (int32 slices) on a dispatch.
 
+  Args:
+    slices: of the mask.
+    queries: where they are.
+    keys: likewise.
+    overlap_degree: as in `magi_attn_flex_key`.
+    ranks: of the axis, and their nodes.
+    transport: how rows travel; "auto" is the one that takes the least time.
+    given: hops whose kinds the plan has to keep, or None.
+    links: what rows cost, for "auto".
+  """
+  rank, pieces, q_shift = _pieces_of_ranks(slices, queries)
   rows = _needed_rows(rank, pieces, keys)
-  if all_gather is None:
-    remote = rows.size[rows.owner != rows.rank].sum()
-    everything = (keys.cp_size - 1) * keys.num_chunks * keys.chunk_size
-    all_gather = keys.cp_size > 1 and bool(remote >= _NEARLY_ALL * everything)
   num_transfers = max(overlap_degree, 1)
-  rows = _with_transfers(rows, keys, num_transfers, all_gather)
+  # Where the caller asked for pairs of equal size, all masks shall travel alike.
+  permutes = transport != "all_to_all"
+  if transport == "auto":
+    transport = _cheapest(rows, keys.local_length, ranks, links or assignment.Links())
+  if given is not None:
+    gathers = any(hop.kind == "all_gather" for hops in given for hop in hops)
+  elif len(levels_of(transport, ranks)) == 2:
+    gathers = gathers_nodes(rows, keys.local_length, ranks)
+  else:
+    gathers = transport == "all_gather"
+  arguments = keys.local_length, ranks, transport, num_transfers, gathers
+  rows = with_transfers(rows, *arguments)
   own = _own_rows(keys) if overlap_degree else None
   if own is not None:
     rows = rows[rows.owner != rows.rank]
-  order = np.lexsort((rows.begin, rows.transfer, rows.rank))
-  rows = rows[order]
+  rows = rows[np.lexsort((rows.begin, rows.transfer, rows.rank))]
+  routes = find_routes(rows, *arguments, permutes, given)
 
   group = rows.rank * num_transfers + rows.transfer
   places = starts_within(group, rows.size)
-  sources, sizes, send_runs = _exchange(rows, keys, num_transfers, all_gather)
-  if own is None:
-    is_own = rows.owner == rows.rank
-    sources = np.where(is_own, rows.local, sources + keys.local_length)
+  taken = np.stack([np.zeros_like(places), places, *routes.sources.T], axis=1)
   num_rows = np.bincount(group, rows.size, keys.cp_size * num_transfers).astype(np.int64)
 
   buffers = [(rows[rows.transfer == t], places[rows.transfer == t]) for t in range(num_transfers)]
@@ -215,116 +220,70 @@ def make_plan(
   stage = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
   group_of_slices = np.concatenate([part[0] for part in parts]) * len(parts) + stage
   return Plan(
-    len(parts),
-    num_transfers,
-    merged(group_of_slices, np.concatenate([part[1] for part in parts])),
-    sizes,
-    send_runs,
-    _runs(group, places, sources, rows.size),
-    num_rows.reshape(keys.cp_size, num_transfers),
-    all_gather,
+    num_stages=len(parts),
+    num_transfers=num_transfers,
+    slices=merged(group_of_slices, np.concatenate([part[1] for part in parts])),
+    hops=routes.hops,
+    send_runs=routes.send_runs,
+    take_runs=runs_of(group, taken, rows.size),
+    sizes=routes.sizes,
+    num_rows=num_rows.reshape(keys.cp_size, num_transfers),
+    transport=transport,
+    ranks=ranks,
   )
 
 
-def _needed_rows(rank: np.ndarray, pieces: np.ndarray, keys: Dispatch) -> _Rows:
+def _pieces_of_ranks(
+  slices: np.ndarray, queries: Dispatch
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """The mask cut by ranks: whose each piece is, the pieces, and how far its queries are shifted."""
+  s = slices[area_of(slices) > 0].astype(np.int64)
+  pieces, index, chunk = _pieces(s, queries.chunk_size)
+  rank = queries.ranks[chunk].astype(np.int64)
+  # Neighbouring chunks of a rank are neighbours in its buffer, and their pieces of a slice are one.
+  is_new = (index[1:] != index[:-1]) | (chunk[1:] != chunk[:-1] + 1) | (rank[1:] != rank[:-1])
+  first, last = joined(np.append(True, is_new)[: len(index)])
+  rank, chunk, q_ends = rank[first], chunk[first], pieces[last, Q_END]
+  pieces = pieces[first]
+  pieces[:, Q_END] = q_ends
+  return rank, pieces, queries.local_begins()[chunk] - chunk * queries.chunk_size
+
+
+def _needed_rows(rank: np.ndarray, pieces: np.ndarray, keys: Dispatch) -> Rows:
   """What each rank's pieces show, each row once."""
   rank, begin, end = union(rank, *shown_keys(pieces))
-  index, chunk, begin, end = cut(begin, end, keys.chunk_size)
-  local = keys.local_begins()[chunk] + begin - chunk * keys.chunk_size
-  owner = keys.ranks[chunk].astype(np.int64)
-  return _Rows(rank[index], begin, end - begin, owner, local, np.zeros_like(begin))
+  run_begin, run_end, run_owner, run_local = keys.runs()
+  nobody = np.zeros_like(run_begin)
+  index, run = overlapping(np.zeros_like(begin), begin, end, nobody, run_begin, run_end)
+  rank = rank[index]
+  begin, end = np.maximum(begin[index], run_begin[run]), np.minimum(end[index], run_end[run])
+  local = run_local[run] + begin - run_begin[run]
+  return Rows(rank, begin, end - begin, run_owner[run], local, np.zeros_like(begin))
 
 
-def _own_rows(keys: Dispatch) -> _Rows:
-  """Every rank's own chunks."""
-  rank = np.repeat(np.arange(keys.cp_size), keys.num_chunks // keys.cp_size)
-  chunk = keys.chunks.reshape(-1).astype(np.int64)
-  size = np.full_like(chunk, keys.chunk_size)
-  local = keys.local_begins()[chunk]
-  return _Rows(rank, chunk * keys.chunk_size, size, rank, local, np.zeros_like(chunk))
+def _own_rows(keys: Dispatch) -> Rows:
+  """Every rank's own runs of chunks, by rank and position."""
+  begin, end, rank, local = keys.runs()
+  order = np.lexsort((begin, rank))
+  rows = Rows(rank, begin, end - begin, rank, local, np.zeros_like(begin))
+  return rows[order]
 
 
-def _with_transfers(rows: _Rows, keys: Dispatch, num_transfers: int, all_gather: bool) -> _Rows:
-  """Which transfer brings each range."""
-  part = part_length(keys.local_length, num_transfers)
-  if num_transfers == 1:
-    return dataclasses.replace(rows, transfer=np.zeros_like(rows.begin))
-  # Small enough to be spread over all transfers.
-  unit = part if all_gather else min(part, keys.chunk_size)
-  index, number, local, end = cut(rows.local, rows.local + rows.size, unit)
-  rows = rows[index]
-  begin = rows.begin + local - rows.local
-  rows = dataclasses.replace(rows, begin=begin, local=local, size=end - local)
-  if all_gather:  # The same part of every rank's rows.
-    return dataclasses.replace(rows, transfer=number)
-  size = np.where(rows.owner == rows.rank, 0, rows.size)
-  # In order, as many rows in each; or in turns, so that every rank sends some of each.
-  before = starts_within(rows.rank, size)
-  total = np.bincount(rows.rank, size, keys.cp_size)[rows.rank]
-  in_order = before * num_transfers // np.maximum(total, 1)
-  in_order = np.minimum(in_order, num_transfers - 1).astype(np.int64)
-  in_turns = number % num_transfers
-  order_rows, turns_rows = (
-    _busiest(rows, size, t, num_transfers, keys.cp_size) for t in (in_order, in_turns)
-  )
-  # Slices are fewer in order.
-  transfer = in_turns if turns_rows < _IN_TURNS * order_rows else in_order
-  return dataclasses.replace(rows, transfer=transfer)
+def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: assignment.Links) -> str:
+  """The transport that takes the least time; of those that take about as long, the simplest."""
+  if ranks.count == 1:
+    return "all_to_all"
+  moved = moved_by_transport(rows, k_local, ranks)
+
+  def cost(transport):
+    far, near = moved[transport]
+    return max(far * links.far_row, near * links.near_row)
+
+  best = min(moved, key=cost)
+  return "all_gather" if NEARLY_ALL * cost("all_gather") <= cost(best) else best
 
 
-def _busiest(
-  rows: _Rows, size: np.ndarray, transfer: np.ndarray, num_transfers: int, cp_size: int
-) -> float:
-  """Rows of the rank that moves most, in or out, of each transfer: the sum, and the largest.
-
-  The sum alone would be least with everything in one transfer, beside which nothing runs.
-  """
-  count = cp_size * num_transfers
-  received = np.bincount(transfer * cp_size + rows.rank, size, count)
-  sent = np.bincount(transfer * cp_size + rows.owner, size, count)
-  most = np.maximum(received, sent).reshape(-1, cp_size).max(axis=1)
-  return float(most.sum() + num_transfers * most.max())
-
-
-def part_length(local_length: int, num_transfers: int) -> int:
-  """Rows that each rank gives to one all-gather; the last ones may have fewer."""
-  return math.ceil(local_length / num_transfers)
-
-
-def _exchange(rows: _Rows, keys: Dispatch, num_transfers: int, all_gather: bool):
-  """Where each range lies when it has arrived; rows between ranks; runs of what ranks send."""
-  n = keys.cp_size
-  nothing = np.zeros(0, np.int64)
-  sizes = np.zeros((n, num_transfers, n), np.int64)
-  if all_gather:
-    part = part_length(keys.local_length, num_transfers)
-    length = np.minimum(part, keys.local_length - rows.transfer * part)
-    arrived = rows.owner * length + rows.local - rows.transfer * part
-    return arrived, sizes, (nothing, nothing, nothing)
-  remote = np.flatnonzero(rows.owner != rows.rank)
-  moving = rows[remote]
-  np.add.at(sizes, (moving.owner, moving.transfer, moving.rank), moving.size)
-
-  group = moving.rank * num_transfers + moving.transfer
-  order = np.lexsort((moving.local, moving.owner, group))
-  arrived = np.zeros(len(rows.rank), np.int64)
-  arrived[remote[order]] = starts_within(group[order], moving.size[order])
-
-  group = moving.owner * num_transfers + moving.transfer
-  order = np.lexsort((moving.local, moving.rank, group))
-  group, sent = group[order], moving[order]
-  runs = _runs(group, starts_within(group, sent.size), sent.local, sent.size)
-  return arrived, sizes, runs
-
-
-def _runs(group: np.ndarray, places: np.ndarray, sources: np.ndarray, sizes: np.ndarray):
-  """(group, place, source) of runs, with neighbours that stay neighbours joined."""
-  is_new = (group[1:] != group[:-1]) | (sources[1:] != sources[:-1] + sizes[:-1])
-  first, _ = joined(np.append(True, is_new)[: len(group)])
-  return group[first], places[first], sources[first]
-
-
-def _slices_of(pieces, rank, q_shift, rows: _Rows, places) -> tuple[np.ndarray, np.ndarray]:
+def _slices_of(pieces, rank, q_shift, rows: Rows, places) -> tuple[np.ndarray, np.ndarray]:
   """Pieces of the mask on a buffer: rank, and slices of its queries and the buffer's keys."""
   ends = rows.begin + rows.size
   is_new = (rows.rank[1:] != rows.rank[:-1]) | (rows.begin[1:] != ends[:-1])

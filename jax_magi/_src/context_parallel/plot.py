@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_magi._src.context_parallel.key import SEND_SIZES, DistAttnKey
-from jax_magi._src.context_parallel.stats import stats_of
+from jax_magi._src.context_parallel.key import DistAttnKey
+from jax_magi._src.context_parallel.stats import LEVEL_NAMES, pair_rows, stats_of
 
 
 def plot_key(key: DistAttnKey, axes: Any = None) -> Any:
@@ -34,11 +34,13 @@ def plot_key(key: DistAttnKey, axes: Any = None) -> Any:
   work.axhline(stats.area.mean(), color="black", lw=1)
   work.set(xlabel="rank", ylabel="visible pairs", title=f"work: max / mean {stats.balance:.3f}")
 
-  rows = np.asarray(key.pairs)[:, :, SEND_SIZES].sum(axis=1)
-  if spec.capacities.all_gather:
-    rows = np.where(np.eye(spec.cp_size, dtype=bool), 0, spec.k_local)
+  rows = pair_rows(key)
   image = moves.imshow(rows.T, cmap="Blues", vmin=0, vmax=spec.k_local)
   moves.figure.colorbar(image, ax=moves, label="rows")
-  title = f"rows moved: {stats.share:.0%} of an all-gather"
-  moves.set(xlabel="sender", ylabel="receiver", title=title)
+  lines = [f"{stats.transport}: needs {stats.share:.0%} of an all-gather"]
+  for level, figures in stats.levels.items():
+    busiest = figures.rows_received.max()
+    lines.append(f"{LEVEL_NAMES[level]}: {busiest} rows, {figures.padded_rows} padded")
+  moves.set(xlabel="sender", ylabel="receiver")
+  moves.set_title("\n".join(lines), fontsize=9)
   return axes

@@ -1,25 +1,33 @@
 """The order of a rank's kernels and transfers, as XLA keeps it.
 
-A pass is a row of steps. In a step, at most one transfer runs beside one kernel, and neither needs
-the other; a step begins when the one before it is done. XLA's scheduler then has no choice but to
-start the transfer, launch the kernel, and wait for the transfer:
+A pass is a row of steps. In a step, transfers run beside one kernel, and neither needs the other; a
+step begins when the one before it is done. XLA's scheduler then has no choice but to start the
+transfers, launch the kernel, and wait for the transfers:
 
     forward, degree 2      kernel     | own keys | stage 1 | stage 2 |
                            transfer   | keys 1   | keys 2  |         |
 
-    backward, degree 2     kernel     | own, 1st half | stage 1 | stage 2     | own, 2nd half |
+    backward, degree 2     kernel     | own, 1st part | stage 1 | stage 2     | own, 2nd part |
                            transfer   | keys 1        | keys 2  | gradients 1 | gradients 2   |
 
+With two hops, between nodes and inside a node, each kind of link has a row of its own. Keys of the
+rank's own node, which take one hop, are stage 1:
+
+    forward, degree 3      kernel     | own keys | stage 1 | stage 2 | stage 3 |
+                           nodes      | keys 2   | keys 3  |         |         |
+                           in a node  | keys 1   | keys 2  | keys 3  |         |
+
 Left to itself, XLA takes our kernels for nothing and transfers for everything: it joins transfers,
-and runs them before the first kernel. And it has one transfer in flight at a time, so that each
-needs a kernel of its own to hide behind. In the backward pass there are more transfers than stages:
-some stages are computed in two parts.
+and runs them before the first kernel. And it has one transfer in flight at a time, or two with the
+options that we recommend, so that each needs a kernel to hide behind. Where there are more
+transfers than kernels, kernels are cut: the one over a rank's own keys, which needs nothing, and in
+the backward pass those with keys on their way in and gradients on their way out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,12 +44,12 @@ def side_by_side(
   done: Any,
   kernel: Callable,
   slices: Any,
-  move: Callable | None,
-  sent: Any,
+  moves: Sequence[Callable],
+  sent: Sequence[Any],
   *,
   with_barrier: bool,
 ) -> tuple[Any, Any, Any]:
-  """One step: `kernel(slices)` and `move(sent)`, which is no more than a transfer.
+  """One step: `kernel(slices)` and `move(sent)` of each move, which is no more than a transfer.
 
   Both begin when `done`, the results of steps before, and their operands are there; and nothing
   that uses the results of either is run before both are done. So a transfer cannot wait for its
@@ -51,62 +59,81 @@ def side_by_side(
     done: a pytree.
     kernel: of slices, the one operand that differs from step to step at no cost.
     slices: its operand.
-    move: None where nothing moves.
-    sent: its operand, or None.
+    moves: none, or a few.
+    sent: the operand of each.
     with_barrier: whether the kernel waits until the GPU has taken up the transfer.
 
   Returns:
-    `done`, to be used instead of what was given, and both results.
+    `done`, to be used instead of what was given; the kernel's result; and those of the moves.
   """
-  done, slices, sent = lax.optimization_barrier((done, slices, sent))
-  arrived = move(sent) if move else None
-  if move and with_barrier:
+  done, slices, sent = lax.optimization_barrier((done, slices, list(sent)))
+  arrived = [move(x) for move, x in zip(moves, sent, strict=True)]
+  if moves and with_barrier:
     slices = kernel_barrier(slices)
   return lax.optimization_barrier((done, kernel(slices), arrived))
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardStep:
-  """A part of a stage's backward pass, and the transfer beside it.
+class Step:
+  """A part of a stage's kernel, and the hops beside it.
 
   Attributes:
     stage: 0 is the rank's own keys.
-    part: which of the stage's parts, and of how many; see `part_of_rows`.
-    num_parts: see above.
-    cast: the stage whose keys are fetched meanwhile, or None.
-    reduce: the stage whose gradients are sent home meanwhile, or None.
+    part: which of the stage's parts.
+    casts: (stage, hop) of keys on their way in.
+    reduces: (stage, hop) of gradients on their way back.
   """
 
   stage: int
-  part: int = 0
-  num_parts: int = 1
-  cast: int | None = None
-  reduce: int | None = None
+  part: int
+  casts: tuple[tuple[int, int], ...] = ()
+  reduces: tuple[tuple[int, int], ...] = ()
 
 
-def backward_steps(overlap_degree: int, is_fetching: bool) -> Iterator[BackwardStep]:
-  """The steps of a backward pass with `overlap_degree` > 0 stages of remote keys.
+def steps_of(
+  num_hops: Sequence[int], *, is_fetching: bool = True, is_backward: bool = False
+) -> list[Step]:
+  """The steps of a pass.
 
-  Keys are fetched, or else there already.
+  Args:
+    num_hops: of the transfer of each stage of remote keys, from stage 1 on.
+    is_fetching: whether keys are fetched, or else there already.
+    is_backward: whether gradients are sent back.
   """
-  last = overlap_degree
-  if is_fetching:
-    yield BackwardStep(0, 0, 2, cast=1)
-  for stage in range(1, last + 1):
-    beside: list[dict[str, int]] = []
-    if is_fetching and stage < last:
-      beside.append({"cast": stage + 1})
-    if stage > 1:
-      beside.append({"reduce": stage - 1})
-    num_parts = max(len(beside), 1)
-    for part in range(num_parts):
-      yield BackwardStep(stage, part, num_parts, **(beside[part] if beside else {}))
-  num_parts = 2 if is_fetching else 1
-  yield BackwardStep(0, num_parts - 1, num_parts, reduce=last)
+  last = len(num_hops)
+  casts: dict[int, list[tuple[int, int]]] = {}
+  reduces: dict[int, list[tuple[int, int]]] = {}
+  for stage, count in enumerate(num_hops, 1):
+    for hop in range(count):
+      # The last hop beside the kernel before, and the others before that; backwards the same.
+      if is_fetching:
+        casts.setdefault(stage - (count - hop), []).append((stage, hop))
+      if is_backward:
+        reduces.setdefault(stage + (count - hop), []).append((stage, hop))
+  first = min(casts, default=1 if is_backward else 0)
+  steps: list[Step] = []
+  num_own = 0
+  for slot in range(first, max([last, *reduces]) + 1):
+    beside = tuple(casts.get(slot, ())), tuple(reduces.get(slot, ()))
+    if not 1 <= slot <= last:
+      steps.append(Step(0, num_own, *beside))
+      num_own += 1
+    elif all(beside):
+      steps += [Step(slot, 0, casts=beside[0]), Step(slot, 1, reduces=beside[1])]
+    else:
+      steps.append(Step(slot, 0, *beside))
+  if not num_own:  # Nothing hides behind it.
+    steps.append(Step(0, 0))
+  return steps
+
+
+def num_parts_of(steps: Sequence[Step], stage: int) -> int:
+  """Into how many parts a stage is cut."""
+  return sum(step.stage == stage for step in steps)
 
 
 def part_of_rows(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
-  """Begin and end of a part of a rank's queries."""
+  """Begin and end of a part of rows."""
   multiple = _ROW_MULTIPLE if num_rows >= num_parts * _ROW_MULTIPLE else 1
 
   def begin(part: int) -> int:
@@ -115,10 +142,14 @@ def part_of_rows(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
   return begin(part), begin(part + 1) if part + 1 < num_parts else num_rows
 
 
-def slices_of_rows(slices: Any, rows: slice) -> Any:
-  """What slices `[..., 6]` show to some rows, numbered from 0."""
-  begin, end = rows.start, rows.stop
-  q_begin, q_end, k_begin, k_end, lo, hi = (slices[..., i] for i in range(6))
-  q_begin, q_end = (jnp.clip(x, begin, end) - begin for x in (q_begin, q_end))
-  hi = jnp.minimum(hi, UNBOUNDED - begin)
-  return jnp.stack([q_begin, q_end, k_begin, k_end, lo + begin, hi + begin], axis=-1)
+def slices_of_queries(slices: Any, begin: int, end: int) -> Any:
+  """What slices `[..., 6]` show to some queries."""
+  queries = jnp.clip(slices[..., :2], begin, end)
+  return jnp.concatenate([queries, slices[..., 2:]], axis=-1)
+
+
+def slices_of_keys(slices: Any, begin: int, end: int) -> Any:
+  """What slices `[..., 6]` show of some keys, numbered from 0."""
+  keys = jnp.clip(slices[..., 2:4], begin, end) - begin
+  bands = jnp.maximum(slices[..., 4:], begin - UNBOUNDED) - begin
+  return jnp.concatenate([slices[..., :2], keys, bands], axis=-1)

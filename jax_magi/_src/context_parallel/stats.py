@@ -7,8 +7,26 @@ import dataclasses
 import numpy as np
 
 from jax_magi._src.arguments import concrete
-from jax_magi._src.context_parallel.key import RECEIVE_SIZES, SEND_SIZES, DistAttnKey
+from jax_magi._src.context_parallel.hops import ALL, Hop, moved_rows
+from jax_magi._src.context_parallel.key import RECEIVED, SENT, DistAttnKey
 from jax_magi._src.masks.slices import area_of
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelStats:
+  """Traffic on one level: among all ranks, between nodes, or inside nodes.
+
+  Attributes:
+    rows_sent: int64 `[cp_size]`, rows that each rank sends, its own or others' that it passes on.
+    rows_received: int64 `[cp_size]`.
+    padded_rows: what each rank sends and receives, padding included: what moves.
+    collectives: what moves them, for each transfer.
+  """
+
+  rows_sent: np.ndarray
+  rows_received: np.ndarray
+  padded_rows: int
+  collectives: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +37,16 @@ class PlanStats:
     area: int64 `[cp_size]`, visible pairs that each rank computes.
     balance: the largest of them over the mean: 1 is even.
     num_slices: int64 `[cp_size, stages]`.
-    rows_sent: int64 `[cp_size]`, rows of keys (and values) that each rank sends.
-    rows_received: int64 `[cp_size]`.
+    rows_sent: int64 `[cp_size]`, rows of keys (and values) that each rank sends, on all levels.
+    rows_received: int64 `[cp_size]`, likewise.
+    rows_needed: int64 `[cp_size]`, rows of others that a rank's queries see.
     all_gather_rows: what each rank would receive if all rows went to all ranks.
     ring_rows: what each rank receives if all keys go round a ring: the same.
-    share: mean of rows_received over all_gather_rows.
-    busiest_share: the largest of rows_received over all_gather_rows.
-    padded_rows: what each rank receives, padding included, where there is no ragged all-to-all.
-    exchange: "all_gather", or "needed" for the rows that are.
+    share: mean of rows_needed over all_gather_rows.
+    busiest_share: the largest of them over all_gather_rows.
+    padded_rows: what each rank receives, padding included, on all levels.
+    transport: "all_to_all", "all_gather", "two_level" or "ragged".
+    levels: `LevelStats` of "all"; or of "node" (between nodes) and "local" (inside them).
   """
 
   area: np.ndarray
@@ -34,40 +54,89 @@ class PlanStats:
   num_slices: np.ndarray
   rows_sent: np.ndarray
   rows_received: np.ndarray
+  rows_needed: np.ndarray
   all_gather_rows: int
   ring_rows: int
   share: float
   busiest_share: float
   padded_rows: int
-  exchange: str
+  transport: str
+  levels: dict[str, LevelStats]
 
 
 def stats_of(key: DistAttnKey) -> PlanStats:
   """See `PlanStats`."""
-  slices, pairs = concrete(key.slices), concrete(key.pairs)
+  slices = concrete(key.slices)
   spec = key.spec
-  if slices is None or pairs is None or slices.ndim != 4 or slices.shape[0] != spec.cp_size:
+  if slices is None or slices.ndim != 4 or slices.shape[0] != spec.cp_size:
     raise ValueError(f"stats needs one concrete key of all {spec.cp_size} ranks, got {key}")
   areas = area_of(slices)
   area = areas.sum(axis=(1, 2))
   everything = (spec.cp_size - 1) * spec.k_local
-  sent = pairs[:, :, SEND_SIZES].astype(np.int64).sum(axis=(1, 2))
-  received = pairs[:, :, RECEIVE_SIZES].astype(np.int64).sum(axis=(1, 2))
-  pair = min(spec.k_local, spec.capacities.rows)
-  padded = (spec.cp_size - 1) * pair * spec.num_transfers
-  if spec.capacities.all_gather:
-    sent, received = (np.full(spec.cp_size, everything) for _ in range(2))
-    padded = everything
+  levels = {
+    level: _level_stats(key, level, np.asarray(pairs, np.int64))
+    for level, pairs in zip(spec.levels, key.pairs, strict=True)
+  }
+  needed = _rows_needed(np.asarray(key.take_runs, np.int64))
   return PlanStats(
     area=area,
     balance=float(area.max() / area.mean()) if area.any() else 1.0,
     num_slices=(areas > 0).sum(axis=2),
-    rows_sent=sent,
-    rows_received=received,
+    rows_sent=np.sum([level.rows_sent for level in levels.values()], axis=0),
+    rows_received=np.sum([level.rows_received for level in levels.values()], axis=0),
+    rows_needed=needed,
     all_gather_rows=everything,
     ring_rows=everything,
-    share=float(received.mean() / everything) if everything else 0.0,
-    busiest_share=float(received.max() / everything) if everything else 0.0,
-    padded_rows=padded,
-    exchange="all_gather" if spec.capacities.all_gather else "needed",
+    share=float(needed.mean() / everything) if everything else 0.0,
+    busiest_share=float(needed.max() / everything) if everything else 0.0,
+    padded_rows=sum(level.padded_rows for level in levels.values()),
+    transport=spec.transport,
+    levels=levels,
   )
+
+
+def _level_stats(key: DistAttnKey, level: str, pairs: np.ndarray) -> LevelStats:
+  spec = key.spec
+  sent, received = pairs[:, :, SENT].sum(axis=2), pairs[:, :, RECEIVED].sum(axis=2)
+  padded, collectives = 0, []
+  for t, hops in enumerate(spec.capacities.hops):
+    for hop in hops:
+      if hop.level == level:
+        moved = moved_rows(hop, spec.ranks)
+        padded += moved
+        collectives.append(_name(hop))
+        if hop.kind == "all_gather":
+          sent[:, t] = received[:, t] = moved
+  return LevelStats(sent.sum(axis=1), received.sum(axis=1), padded, tuple(collectives))
+
+
+def _name(hop: Hop) -> str:
+  if hop.kind != "permute":
+    return f"{hop.kind} of {hop.rows[0]}"
+  return " and ".join(
+    f"permute of {rows} by {shift}" for rows, shift in zip(hop.rows, hop.shifts, strict=True)
+  )
+
+
+def _rows_needed(runs: np.ndarray) -> np.ndarray:
+  """int64 `[cp_size]`: rows of stages' buffers that are not a rank's own."""
+  lengths = np.diff(runs[:, :, :, 1], axis=2)
+  return np.where(runs[:, :, :-1, 2] > 0, lengths, 0).sum(axis=(1, 2))
+
+
+def pair_rows(key: DistAttnKey) -> np.ndarray:
+  """int64 `[sender, receiver]`: rows that pass between ranks, on all levels."""
+  spec = key.spec
+  total = np.zeros((spec.cp_size, spec.cp_size), np.int64)
+  for number, level in enumerate(spec.levels):
+    groups = spec.ranks.groups(level) or [list(range(spec.cp_size))]
+    sent = np.asarray(key.pairs[number], np.int64)[:, :, SENT].sum(axis=1)
+    for group in groups:
+      total[np.ix_(group, group)] += sent[group]
+  if spec.transport == "all_gather":
+    total = np.where(np.eye(spec.cp_size, dtype=bool), 0, spec.k_local)
+  return total
+
+
+# For those that read a plan without knowing its levels.
+LEVEL_NAMES = {ALL: "among all ranks", "node": "between nodes", "local": "inside nodes"}

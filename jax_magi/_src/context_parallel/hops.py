@@ -1,0 +1,226 @@
+"""How rows travel: the collectives that a transfer is made of.
+
+A transfer takes one hop, or two where ranks share nodes: a row first crosses to each node that
+needs it, once, to the rank with the same place in that node, and then spreads inside the node.
+
+    one level     owner --(all)--> every rank that needs the row
+    two levels    owner --(node)--> the relay of each node --(local)--> the ranks of that node
+
+A hop is one collective, or a few, among groups of ranks. What a rank sends is an array of rows in
+blocks, one for each rank of its group; what arrives is laid out in the same way. Blocks are as long
+as their capacity, whatever part of them is used: shapes are static, and a new mask is only data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.transforms.varying import vary_like
+
+# Which ranks a hop is among: all; those with the same place in each node; those of a node.
+ALL, NODE, LOCAL = "all", "node", "local"
+# Updates of a ragged exchange for each peer: XLA moves each with a single block of threads.
+_UPDATES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Hop:
+  """One collective of a transfer: what is static about it.
+
+  Attributes:
+    level: "all", "node" or "local": among which ranks.
+    kind: "all_to_all": a block of `rows[0]` for each rank of the group. "permute": a block of
+      `rows[i]` for the rank `shifts[i]` places further on. "ragged": as all_to_all, but only rows
+      that are needed move. "all_gather": one block of `rows[0]` that goes to all.
+    rows: capacities, see above.
+    shifts: of a permute.
+    begin: of an all-gather, the first of a rank's own rows that it gives.
+  """
+
+  level: str
+  kind: str
+  rows: tuple[int, ...]
+  shifts: tuple[int, ...] = ()
+  begin: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+  """The ranks of a mesh axis, `per_node` neighbours of which share a node."""
+
+  count: int
+  per_node: int
+
+  @property
+  def num_nodes(self) -> int:
+    """How many nodes there are."""
+    return self.count // self.per_node
+
+  def group_size(self, level: str) -> int:
+    """Ranks that a hop of this level is among."""
+    return {ALL: self.count, NODE: self.num_nodes, LOCAL: self.per_node}[level]
+
+  def groups(self, level: str) -> list[list[int]] | None:
+    """`axis_index_groups` of that level's collectives."""
+    if level == ALL:
+      return None
+    ranks = np.arange(self.count).reshape(self.num_nodes, self.per_node)
+    return (ranks.T if level == NODE else ranks).tolist()
+
+  def index(self, level: str, rank: Any) -> Any:
+    """The place of ranks in their groups of that level."""
+    if level == ALL:
+      return rank
+    return rank // self.per_node if level == NODE else rank % self.per_node
+
+  def permutation(self, level: str, shift: int) -> list[tuple[int, int]]:
+    """(sender, receiver) of all ranks, for a shift inside each group."""
+    groups = self.groups(level) or [list(range(self.count))]
+    return [(a, b) for g in groups for a, b in zip(g, np.roll(g, -shift).tolist(), strict=True)]
+
+
+def num_blocks(hop: Hop, ranks: Ranks) -> int:
+  """Blocks of what arrives."""
+  return len(hop.shifts) if hop.kind == "permute" else ranks.group_size(hop.level)
+
+
+def block_begins(hop: Hop, ranks: Ranks) -> np.ndarray:
+  """int32 `[num_blocks + 1]`: where each block of what arrives begins, and where the last ends."""
+  sizes = hop.rows if hop.kind == "permute" else hop.rows * num_blocks(hop, ranks)
+  return np.cumsum((0, *sizes), dtype=np.int32)
+
+
+def moved_rows(hop: Hop, ranks: Ranks) -> int:
+  """Rows that a rank sends to others, and receives from them, padding included."""
+  if hop.kind == "permute":
+    return sum(hop.rows)
+  return hop.rows[0] * (ranks.group_size(hop.level) - 1)
+
+
+def move(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
+  """Rows to the ranks of a group: the communication, and nothing else.
+
+  Args:
+    hop: which.
+    ranks: of the axis.
+    axis_name: the mesh axis.
+    sent: rows in blocks.
+    sizes: int32 `[2, group size]`, rows sent to each rank of the group, and received from each.
+  """
+  if not sent.shape[0]:
+    return sent
+  if hop.kind == "all_gather":
+    return lax.all_gather(sent, axis_name, axis_index_groups=ranks.groups(hop.level), tiled=True)
+  return _exchanged(hop, ranks, axis_name, sent, sizes, is_back=False)
+
+
+def move_back(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
+  """The same for gradients, the other way: rows in blocks, as they arrived, to those as sent.
+
+  Gradients of an all-gather come back summed; others as blocks, which the receiver adds up.
+  """
+  if not sent.shape[0]:
+    return sent
+  if hop.kind == "all_gather":
+    groups = ranks.groups(hop.level)
+    if sent.dtype == np.float32:
+      return lax.psum_scatter(sent, axis_name, axis_index_groups=groups, tiled=True)
+    # Sums are float32, which a reduction on the way would not make them.
+    blocks = sent.reshape(-1, hop.rows[0], *sent.shape[1:])
+    return lax.all_to_all(blocks, axis_name, 0, 0, axis_index_groups=groups)
+  return _exchanged(hop, ranks, axis_name, sent, sizes, is_back=True)
+
+
+def _exchanged(hop, ranks, axis_name, sent, sizes, *, is_back):
+  if hop.kind == "permute":
+    begins = block_begins(hop, ranks)
+    return jnp.concatenate(
+      [
+        lax.ppermute(
+          sent[begin:end], axis_name, ranks.permutation(hop.level, -shift if is_back else shift)
+        )
+        for begin, end, shift in zip(begins[:-1], begins[1:], hop.shifts, strict=True)
+      ]
+    )
+  groups = ranks.groups(hop.level)
+
+  def padded(sent, sizes):
+    del sizes
+    blocks = sent.reshape(-1, hop.rows[0], *sent.shape[1:])
+    return lax.all_to_all(blocks, axis_name, 0, 0, axis_index_groups=groups).reshape(sent.shape)
+
+  def exact(sent, sizes):
+    sizes = sizes[::-1] if is_back else sizes
+    index = ranks.index(hop.level, lax.axis_index(axis_name))
+    return _ragged(sent, sizes, index, hop.rows[0], axis_name, groups)
+
+  if hop.kind == "all_to_all":
+    return padded(sent, sizes)
+
+  def ragged(sent, sizes):
+    return lax.platform_dependent(sent, sizes, **{HOPPER.platform: exact, "default": padded})
+
+  return _with_rows_of_batch(ragged)(sent, sizes)
+
+
+def _ragged(sent, sizes, index, capacity, axis_name, groups):
+  """Blocks to blocks by `ragged_all_to_all`, each in several updates."""
+  steps = np.arange(_UPDATES, dtype=np.int32)[None]
+
+  def updates(sizes):
+    """`[group size, updates]`: where each begins in its block, and its length."""
+    length = (sizes + (_UPDATES - 1)) // _UPDATES
+    begins = jnp.minimum(steps * length[:, None], sizes[:, None])
+    return begins, jnp.minimum(length[:, None], sizes[:, None] - begins)
+
+  blocks = np.arange(len(sizes[0]), dtype=np.int32)[:, None] * np.int32(capacity)
+  begins, lengths = updates(sizes[0])
+  places = begins + (index * capacity).astype(np.int32)
+  received = updates(sizes[1])[1]
+  # A zero that XLA takes for data: a constant would be copied again for each layer of a scan.
+  zero = (sizes[0, 0] - sizes[0, 0]).astype(sent.dtype)
+  return lax.ragged_all_to_all(
+    sent,
+    jnp.broadcast_to(zero, sent.shape),
+    (blocks + begins).reshape(-1),
+    lengths.reshape(-1),
+    places.reshape(-1),
+    received.reshape(-1),
+    axis_name=axis_name,
+    axis_index_groups=groups,
+  )
+
+
+def _with_rows_of_batch(fun: Any, num_mapped: int = 0) -> Any:
+  """vmap of an exchange. A batch that shares the tables is one exchange of longer rows.
+
+  `num_mapped` axes of a batch with tables of its own stand before the rows.
+  """
+  exchange = custom_vmap(fun)
+
+  @exchange.def_vmap
+  def _(axis_size, is_mapped, rows, tables):
+    if not is_mapped[1]:
+      place = num_mapped + 1
+      return jnp.moveaxis(exchange(jnp.moveaxis(rows, 0, place), tables), place, 0), True
+
+    def mapped(x, is_mapped):
+      return x if is_mapped else jnp.broadcast_to(x[None], (axis_size, *x.shape))
+
+    over_batch = _with_rows_of_batch(jax.vmap(fun), num_mapped + 1)
+    return over_batch(*map(mapped, (rows, tables), is_mapped)), True
+
+  return exchange
+
+
+def zeros_like_rows(length: int, rows: Any) -> Any:
+  """Zeros `[length, ...]` of the type of `rows`."""
+  return vary_like(jnp.zeros((length, *rows.shape[1:]), rows.dtype), rows)
