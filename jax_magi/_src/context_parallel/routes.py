@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, num_blocks
+from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows, num_blocks
 from jax_magi._src.context_parallel.intervals import cut, joined, starts_within, union
 
 # A row that is in no buffer. As an index it is out of every array's bounds.
@@ -19,8 +19,9 @@ NOWHERE = 1 << 29
 
 # Above this share of a cheaper way's rows, the simpler way is taken: all-gather needs no index.
 NEARLY_ALL = 0.9
-# Collectives beside one kernel that XLA still runs beside it.
-_MOST_SHIFTS = 2
+# Permutations that a hop may be made of. XLA runs two collectives beside one kernel, with the
+# options that we recommend: two permutations, or one for each of two levels.
+_MOST_SHIFTS = {ALL: 2, NODE: 1, LOCAL: 1}
 # Pieces of a rank's rows that go to transfers in turns.
 _TURNS = 4
 # Positions of different groups, that many apart, never meet.
@@ -112,9 +113,7 @@ def moved_by_transport(rows: Rows, k_local: int, ranks: Ranks) -> dict[str, tupl
 
 def _moved(sizes: np.ndarray, level: str, ranks: Ranks) -> int:
   """Rows of an exchange of `[sender, group size]`, in its cheapest form."""
-  shifts = _by_shift(sizes, level, ranks)
-  padded = (len(shifts) - 1) * int(sizes.max(initial=0))
-  return min(padded, int(shifts.sum())) if np.count_nonzero(shifts) <= _MOST_SHIFTS else padded
+  return moved_rows(_hop("auto", level, sizes, ranks, permutes=True), ranks)
 
 
 def _by_shift(sizes: np.ndarray, level: str, ranks: Ranks) -> np.ndarray:
@@ -331,7 +330,7 @@ def _hop(transport: str, level: str, size: np.ndarray, ranks: Ranks, permutes: b
   shifts = _by_shift(size, level, ranks)
   used = np.flatnonzero(shifts)
   is_cheaper = shifts.sum() < NEARLY_ALL * (len(shifts) - 1) * most
-  if permutes and 0 < len(used) <= _MOST_SHIFTS and is_cheaper:
+  if permutes and 0 < len(used) <= _MOST_SHIFTS[level] and is_cheaper:
     return Hop(level, "permute", tuple(shifts[used].tolist()), tuple(used.tolist()))
   return Hop(level, "all_to_all", (most,))
 

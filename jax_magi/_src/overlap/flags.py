@@ -15,6 +15,9 @@ _RECOMMENDED: dict[str, Any] = {
   "xla_gpu_enable_latency_hiding_scheduler": True,
   # Communication that is ready goes before kernels that are. It is the default, and has to stay.
   "xla_gpu_enable_highest_priority_async_stream": True,
+  # Two collectives in flight: a two-level exchange moves rows between nodes and inside them beside
+  # the same kernel. With one, the second runs before the kernel, beside nothing.
+  "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
 
 

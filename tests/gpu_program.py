@@ -1,0 +1,140 @@
+"""Compiles a step for several nodes of GPUs on one GPU or none, and prints it as scheduled.
+
+python -m tests.gpu_program NODES GPUS DEGREE TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE...]
+
+NODES x GPUS ranks share a mesh axis; `1 8 2 all_gather full print` is for eight GPUs of one node.
+MASK is documents, full or window. ACTION is print; barrier, to print a program with kernel
+barriers; bfloat16, with gradients that travel so; keep, with keys that stay; or run, with one GPU.
+Options go to XLA as compiler options. The key's plan goes to stderr.
+
+On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
+with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
+When the program runs, kernels are real, but collectives move nothing: results mean nothing.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_magi
+from jax_magi import AttentionMask, overlap
+from tests.machine import HAS_GPU
+
+# What XLA has to know of a GPU that is not there.
+_TARGET = Path(__file__).parent / "data" / "h200.txtpb"
+# Heads of q, k, v and dout, and their dim.
+HEADS, HEAD_DIM = (8, 2, 2, 8), 128
+_OPTIONS = {
+  "print": {},
+  "run": {},
+  "barrier": {"kernel_barrier": True},
+  "bfloat16": {"remote_grad_dtype": jnp.bfloat16},
+  "keep": {"keep_remote_kv": True},
+}
+
+
+def find_devices(nodes: int, gpus: int) -> list:
+  """GPUs to compile for, of which one or none is there. Call it before JAX looks for some."""
+  flags = ["--xla_gpu_shard_autotuning=false"]
+  name = f"{nodes}x{gpus}x1"  # One process for each GPU.
+  if HAS_GPU:
+    jax.config.update("jax_mock_gpu_topology", name)
+  else:
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # Not all that it takes to run is there.
+    flags.append("--xla_gpu_autotune_level=0")
+  os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+  if HAS_GPU:
+    assert jax.local_device_count() == 1
+    devices = jax.devices()
+  else:
+    jax.devices()  # Plugins are found on the way.
+    target = _TARGET.read_text()
+    topology = topologies.get_topology_desc("", "cuda", target_config=target, topology=name)
+    devices = topology.devices
+  assert len(devices) == nodes * gpus
+  return devices
+
+
+def make_mask(name: str, length: int) -> AttentionMask:
+  """A mask of that name."""
+  if name == "documents":
+    ends = [0, *(length * x // 16 for x in (1, 2, 6, 7, 10, 16))]
+    return AttentionMask.from_cu_seqlens(ends, causal=True)
+  if name == "window":
+    return AttentionMask.sliding_window(length, left=700)
+  return AttentionMask.full(length)
+
+
+def make_key(
+  nodes: int, gpus: int, degree: int, transport: str, mask: str, local: int
+) -> jax_magi.DistAttnKey:
+  """The plan of the program."""
+  return jax_magi.magi_attn_flex_key(
+    make_mask(mask, nodes * gpus * local),
+    cp_size=nodes * gpus,
+    overlap_degree=degree,
+    transport=transport,
+    ranks_per_node=gpus,
+  )
+
+
+def main(
+  nodes: int, gpus: int, degree: int, transport: str, mask: str, action: str, local: int, **options
+) -> None:
+  devices = find_devices(nodes, gpus)
+  mesh = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
+  key = make_key(nodes, gpus, degree, transport, mask, local)
+  print(key, file=sys.stderr)
+
+  def step(q, k, v, dout, key):
+    def attend(q, k, v):
+      out, meta = jax_magi.calc_attn(q, k, v, key, return_max_logits=True, **_OPTIONS[action])
+      return out, meta.max_logits
+
+    out, backward, max_logits = jax.vjp(attend, q, k, v, has_aux=True)
+    # Of what follows a layer, gradients depend on its result.
+    return out, max_logits, backward(out * dout)
+
+  out_specs = (P("cp"), P(), P("cp"))
+  fun = jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=out_specs)
+  sharding = NamedSharding(mesh, P("cp"))
+
+  def like(x, dtype=None):
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+  shapes = [(nodes * gpus * local, heads, HEAD_DIM) for heads in HEADS]
+  operands = [like(np.empty(shape, np.int8), jnp.bfloat16) for shape in shapes]
+  key_shapes = jax.tree.map(like, key)
+  jitted = jax.jit(fun, compiler_options={**overlap.recommended_flags(), **options})
+  compiled = jitted.lower(*operands, key_shapes).compile()
+  if action != "run":
+    print(compiled.as_text())
+    return
+  rng = np.random.default_rng(0)
+  values = [
+    jax.make_array_from_process_local_data(
+      sharding, rng.standard_normal((local, *shape[1:])).astype(jnp.bfloat16), shape
+    )
+    for shape in shapes
+  ]
+  rank = jax.local_devices()[0].id
+  parts = jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(sharding, x[rank : rank + 1], x.shape), key
+  )
+  _, _, grads = jax.block_until_ready(compiled(*values, parts))
+  print(f"rank {rank} ran: {[list(g.addressable_data(0).shape) for g in grads]}")
+
+
+if __name__ == "__main__":
+  _, first, second, third, *words = sys.argv
+  numbers = [int(word) for word in words if word.isdigit()]
+  pairs = dict(word.split("=") for word in words if "=" in word)
+  main(int(first), int(second), int(third), *words[:3], *(numbers or [1024]), **pairs)
