@@ -13,14 +13,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_magi._src.attention import ops
-from jax_magi._src.attention.merge import merge_attention
+from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from jax_magi._src.context_parallel.exchange import transfers_of
 from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.schedule import (
   backward_steps,
   part_of_rows,
   side_by_side,
-  slices_of_rows,
 )
 from jax_magi._src.optim.statistics import reduce_max_logits
 
@@ -65,30 +64,29 @@ def _forward(config: RankConfig, q, k, v, key, sink):
   if not key.spec.overlap_degree or key.spec.cp_size == 1:
     transfers = []
 
-  def attend(number, slices):
-    # The sink takes part in one stage's softmax, and so in their union's.
-    stage_sink = sink if number == 0 else jnp.full_like(sink, -jnp.inf)
-    operands = (q, *stages[number], slices, stage_sink)
+  def attend(number, running, slices):
+    """The results of all stages up to this one; `running` are those of the stages before it."""
+    operands = (q, *stages[number], slices, sink)
     # Results of several stages are rounded once, when they are one.
     out_dtype = np.float32 if transfers else None
-    results = ops.forward(config.forward, *(x[None] for x in operands), out_dtype=out_dtype)
-    return tuple(x[0] for x in results)
+    return ops.forward(
+      config.forward, *(x[None] for x in operands), out_dtype=out_dtype, running=running
+    )
 
-  results: list[Any] = []
+  running: Any = None
   for number, transfer in enumerate([*transfers, None]):
-    kernel = functools.partial(attend, number)
     sent = transfer.packed(both) if transfer else None
     move = transfer.move if transfer else None
-    slices = key.slices[0, number]
-    results, result, arrived = side_by_side(
-      results, kernel, slices, move, sent, with_barrier=config.kernel_barrier
+    # The kernel alone takes them from here on, and may write to their memory.
+    running, slices, sent = lax.optimization_barrier((running, key.slices[0, number], sent))
+    kernel = functools.partial(attend, number, running)
+    _, running, arrived = side_by_side(
+      (), kernel, slices, move, sent, with_barrier=config.kernel_barrier
     )
-    results.append(result)
     if transfer:
       stages.append(_parted(transfer.unpacked(both, arrived), k, v))
-  outs, lses, maxima = zip(*results, strict=True)
-  out, lse = merge_attention(outs, lses) if transfers else (outs[0], lses[0])
-  out, max_logits = out.astype(q.dtype), functools.reduce(jnp.maximum, maxima)
+  out, lse, max_logits = (x[0] for x in running)
+  out = out.astype(q.dtype)
   if config.reduces_max_logits:
     max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
     # XLA has one collective in flight. Unless this one is over before the next begins, it may be
@@ -116,39 +114,41 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   queries = (q, dout, lse, row_delta)
   if not key.spec.overlap_degree:
     ((stage_k, stage_v),) = kept or [_parted(transfers[0].cast(_joined(k, v)), k, v)]
-    dq, gradient = _stage_backward(config, queries, stage_k, stage_v, key.slices[0, 0])
+    dq = empty_dq_sum(q[None], v[None])
+    dq, gradient = _stage_backward(config, queries, stage_k, stage_v, dq, key.slices[0, 0])
     dk_dv = transfers[0].reduce(gradient, config.backward.deterministic)
   elif key.spec.cp_size == 1:
-    dq, dk_dv = _stage_backward(config, queries, k, v, key.slices[0, 0])
+    dq = empty_dq_sum(q[None], v[None])
+    dq, dk_dv = _stage_backward(config, queries, k, v, dq, key.slices[0, 0])
   else:
     dq, dk_dv = _staged_backward(config, queries, k, v, key, transfers, kept)
+  dq = finished_dq(config.backward, dq, q[None], v[None], q.dtype)[0]
   dk, dv = _parted(dk_dv, k, v)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
 
 
 def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
-  """float32 dq, and dk and dv as one array of rows; `BackwardStep`s tell the order."""
+  """The sum of dq, and dk and dv as one array of rows; `BackwardStep`s tell the order."""
   both = _joined(k, v)
   stages: dict[int, tuple[Any, Any]] = dict(enumerate(kept or [(k, v)]))
   gradients: dict[int, Any] = {}  # By remote stage, of its keys and values, until they go home.
-  # Summed as they come, as all that is there waits at each step: of the rank's own rows, and of
-  # each half of its queries.
+  # Summed as they come, as all that is there waits at each step: of the rank's own rows.
   dk_dv: Any = None
-  dq: list[Any] = [None, None]
-  halves = [slice(*part_of_rows(queries[0].shape[0], half, 2)) for half in range(2)]
+  dq = empty_dq_sum(queries[0][None], v[None])  # To which kernels add.
   for step in backward_steps(key.spec.overlap_degree, is_fetching=kept is None):
-    rows = slice(*part_of_rows(queries[0].shape[0], step.part, step.num_parts))
-    operands = tuple(x[rows] for x in queries), *stages[step.stage]
-    kernel = functools.partial(_stage_backward, config, *operands)
-    slices = slices_of_rows(key.slices[0, step.stage], rows)
+    rows = part_of_rows(queries[0].shape[0], step.part, step.num_parts)
+    slices = _slices_in_rows(key.slices[0, step.stage], *rows)
     move = sent = own = None
     if step.cast is not None:
       move, sent = transfers[step.cast - 1].move, transfers[step.cast - 1].packed(both)
     if step.reduce is not None:
       move = transfers[step.reduce - 1].move_back
       own, sent = transfers[step.reduce - 1].packed_back(gradients.pop(step.reduce))
-    (gradients, dk_dv, dq), (part_dq, gradient), arrived = side_by_side(
-      (gradients, dk_dv, dq), kernel, slices, move, sent, with_barrier=config.kernel_barrier
+    # The kernel alone takes dq from here on, and may write to its memory.
+    dq, slices, sent = lax.optimization_barrier((dq, slices, sent))
+    kernel = functools.partial(_stage_backward, config, queries, *stages[step.stage], dq)
+    (gradients, dk_dv), (dq, gradient), arrived = side_by_side(
+      (gradients, dk_dv), kernel, slices, move, sent, with_barrier=config.kernel_barrier
     )
     if step.cast is not None:
       stages[step.cast] = _parted(transfers[step.cast - 1].unpacked(both, arrived), k, v)
@@ -160,25 +160,25 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
       dk_dv = _sum(dk_dv, gradient)
     else:
       gradients[step.stage] = _sum(gradients.get(step.stage), gradient)
-    is_half = step.num_parts == 2
-    pieces = {step.part: part_dq} if is_half else dict(enumerate(part_dq[x] for x in halves))
-    for half, piece in pieces.items():
-      dq[half] = _sum(dq[half], piece)
-  return jnp.concatenate(dq), dk_dv
+  return dq, dk_dv
+
+
+def _slices_in_rows(slices, begin: int, end: int):
+  """What slices `[..., 6]` show to rows from `begin` to `end`."""
+  rows = jnp.clip(slices[..., :2], begin, end)
+  return jnp.concatenate([rows, slices[..., 2:]], axis=-1)
 
 
 def _sum(total, x):
   return x if total is None else total + x
 
 
-def _stage_backward(config: RankConfig, queries, k, v, slices):
-  """float32 dq, and dk and dv as one array of rows."""
+def _stage_backward(config: RankConfig, queries, k, v, dq, slices):
+  """The sum of dq with the stage's added, and float32 dk and dv as one array of rows."""
   q, dout, lse, row_delta = queries
-  operands = (q, k, v, dout, lse, row_delta, slices)
-  dq, dk, dv = (
-    x[0] for x in ops.backward(config.backward, *(x[None] for x in operands), grad_dtype=np.float32)
-  )
-  return dq, _joined(dk, dv)
+  operands = (x[None] for x in (q, k, v, dout, lse, row_delta, slices))
+  dq, dk, dv = ops.backward(config.backward, *operands, grad_dtype=np.float32, running_dq=dq)
+  return dq, _joined(dk[0], dv[0])
 
 
 rank_attention.defvjp(_rank_attention_fwd, _rank_attention_bwd)
