@@ -205,7 +205,7 @@ def forward(
   )
   tile_list = list_tiles(tile_list, slices, needs, q_len, k.shape[1])
   operands = (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list)
-  running = ()
+  running: tuple[Any, ...] = ()
   if running_out is not None:
     running = (_pad_dim(running_out, backend), running_lse, running_max_logits)
   out, lse, max_logits, _ = call_on_whole_arrays(
