@@ -16,7 +16,9 @@ from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from tests.accuracy import DTYPES, make_inputs
 from tests.arrays import assert_same_bits, assert_trees_close, normals
+from tests.compilation import quick_jit
 from tests.random_masks import random_mask
+from tests.sizes import in_turns
 from tests.stages import (
   backward_stages,
   check_stages,
@@ -35,10 +37,10 @@ _BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize("bounds", _BOUNDS, ids=len)
 @pytest.mark.parametrize(
-  ("implementation", "dtype"),
-  [("cpu", "f32"), ("cpu", "bf16"), ("cpu", "f16"), ("blockwise", "f32"), ("blockwise", "bf16")],
+  ("implementation", "dtype", "bounds"),
+  in_turns(_IMPLEMENTATIONS, ["f32", "bf16", "f16"], _BOUNDS),
+  ids=str,
 )
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31), sink=st.booleans())
@@ -122,8 +124,8 @@ def _all_stages(config, q, k, v, dout, sink):
 def test_vmap_is_a_batch(implementation):
   fun = functools.partial(_all_stages, ops.AttentionConfig(0.3, implementation=implementation))
   operands = _batch()
-  expected = jax.jit(fun)(*operands)
-  mapped = jax.jit(jax.vmap(fun))(*(x[:, None] for x in operands))
+  expected = quick_jit(fun)(*operands)
+  mapped = quick_jit(jax.vmap(fun))(*(x[:, None] for x in operands))
   assert_trees_close([x[:, 0] for x in mapped], list(expected))
 
 
@@ -136,13 +138,13 @@ def test_shardings_are_kept(implementation, spec):
   mesh = Mesh(np.array(devices), "x")
   fun = functools.partial(_all_stages, ops.AttentionConfig(0.3, implementation=implementation))
   operands = _batch()
-  expected = jax.jit(fun)(*operands)
+  expected = quick_jit(fun)(*operands)
 
   def put(x):
     dims = (spec[0], None, spec[1], None) if x.ndim == 4 else spec
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
-  sharded = jax.jit(fun)
+  sharded = quick_jit(fun)
   placed = [put(x) for x in operands]
   assert_trees_close(list(sharded(*placed)), list(expected))
   if implementation == "cpu":

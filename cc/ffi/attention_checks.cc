@@ -32,6 +32,15 @@ ffi::Error DecodeTerms(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer bia
   return ffi::Error::Success();
 }
 
+// Of a call that goes on with the results of others.
+template <typename Args>
+ffi::Error CheckNoTerms(const char* context, const Args& args) {
+  const char* what = "is not taken together with running results";
+  if (args.bias != nullptr) return Invalid(context, "bias", what);
+  if (args.alibi_slopes != nullptr) return Invalid(context, "alibi_slopes", what);
+  return ffi::Error::Success();
+}
+
 // Checks their gradients, where they are wanted.
 ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
                                ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer dbias,
@@ -158,9 +167,7 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   if (args->is_running) {
     JAX_MAGI_RETURN_IF_ERROR(
         CheckRunning(context, running, {{"out", out}, {"lse", lse}, {"max_logits", max_logits}}));
-    if (args->bias != nullptr || args->alibi_slopes != nullptr) {
-      return Invalid(context, "out", "cannot be merged with a running result under a bias");
-    }
+    JAX_MAGI_RETURN_IF_ERROR(CheckNoTerms(context, *args));
   }
   args->params = {softmax_scale, softcap};
   args->out_dtype = ToDType(out.element_type());
@@ -200,9 +207,7 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
     JAX_MAGI_RETURN_IF_ERROR(
         CheckDims(context, {"dq", dq}, {s.batch, s.num_q_heads, args->dq_sum_words}));
     JAX_MAGI_RETURN_IF_ERROR(CheckRunning(context, running, {{"dq", dq}}));
-    if (args->bias != nullptr || args->alibi_slopes != nullptr) {
-      return Invalid(context, "dq", "cannot be added to a running sum under a bias");
-    }
+    JAX_MAGI_RETURN_IF_ERROR(CheckNoTerms(context, *args));
     args->dq_sum = static_cast<float*>(dq.untyped_data());
   } else {
     JAX_MAGI_RETURN_IF_ERROR(
