@@ -36,7 +36,7 @@ def rank_stages(name: str, cp_size: int, degree: int) -> tuple[list[np.ndarray],
   key = make_key(name, cp_size, degree)
   rank = int(key.stats().area.argmax())
   tables = [np.asarray(key.slices[rank, stage]) for stage in range(key.slices.shape[1])]
-  return tables, [LOCAL, *[key.capacities.rows] * (len(tables) - 1)]
+  return tables, [LOCAL, *key.capacities.rows]
 
 
 def side_by_side(tables: list[np.ndarray], lengths: list[int]) -> np.ndarray:
