@@ -141,6 +141,7 @@ class Plan:
   buffer of keys that one transfer brings. Buffers are in the order of the sequence.
 
   Attributes:
+    overlap_degree: stages with a transfer.
     num_stages: calls of the kernel.
     num_transfers: transfers.
     slices: rank * num_stages + stage, and int64 slices of its queries and the stage's buffer.
@@ -153,6 +154,7 @@ class Plan:
     ranks: of the axis.
   """
 
+  overlap_degree: int
   num_stages: int
   num_transfers: int
   slices: tuple[np.ndarray, np.ndarray]
@@ -163,6 +165,12 @@ class Plan:
   num_rows: np.ndarray
   transport: str
   ranks: Ranks
+
+  def areas(self) -> np.ndarray:
+    """int64 `[ranks, stages]`: visible pairs."""
+    group, slices = self.slices
+    areas = np.bincount(group, area_of(slices), self.ranks.count * self.num_stages)
+    return areas.astype(np.int64).reshape(self.ranks.count, self.num_stages)
 
 
 def make_plan(
@@ -220,6 +228,7 @@ def make_plan(
   stage = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
   group_of_slices = np.concatenate([part[0] for part in parts]) * len(parts) + stage
   return Plan(
+    overlap_degree=overlap_degree,
     num_stages=len(parts),
     num_transfers=num_transfers,
     slices=merged(group_of_slices, np.concatenate([part[1] for part in parts])),
