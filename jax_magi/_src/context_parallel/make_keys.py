@@ -59,7 +59,7 @@ def magi_attn_flex_key(
     capacities: those of another key, to share its compiled step; None is round numbers above what
       is needed.
     all_gather: whether all rows move to all ranks, by all-gather; None decides by their number.
-    links: what moving a row costs, for `dispatch="area"`; None is eight ranks to a node.
+    links: what moving a row costs, for `dispatch="area"`.
 
   Returns:
     A `DistAttnKey`.

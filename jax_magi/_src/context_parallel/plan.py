@@ -26,8 +26,6 @@ from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
 # A row that is in no buffer. As an index it is out of every array's bounds.
 NOWHERE = 1 << 29
 
-# Chunks whose keys are counted at once, to bound the memory.
-_ROWS_AT_ONCE = 512
 # Transfers take chunks in turns where that leaves so much of what the busiest ranks move.
 _IN_TURNS = 0.9
 # All-gather moves all rows at full speed without an index; from this share of them on, it is used.
@@ -81,6 +79,7 @@ def assign_by_area(
   cp_size: int,
   keys: Dispatch | None,
   links: assignment.Links,
+  ranks_per_node: int | None = None,
 ) -> np.ndarray:
   """int32: the rank of each chunk of queries, and of the keys of the same number if keys is None.
 
@@ -91,23 +90,16 @@ def assign_by_area(
     cp_size: number of ranks.
     keys: where keys are, if they are dispatched on their own.
     links: what moving a row costs.
+    ranks_per_node: neighbouring ranks that share a node; None is all.
   """
   count = num_chunks(q_len, chunk_size, cp_size)
-  key_size = chunk_size if keys is None else keys.chunk_size
-  num_key_chunks = count if keys is None else keys.num_chunks
   pieces, _, chunk = _pieces(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
-  begin, end = shown_keys(pieces)
-  needs = np.empty((count, num_key_chunks), bool)
-  for first in range(0, count, _ROWS_AT_ONCE):
-    block = needs[first : first + _ROWS_AT_ONCE]
-    mine = (first <= chunk) & (chunk < first + len(block))
-    edges = np.zeros((len(block), num_key_chunks + 1), np.int32)
-    np.add.at(edges, (chunk[mine] - first, begin[mine] // key_size), 1)
-    np.add.at(edges, (chunk[mine] - first, (end[mine] - 1) // key_size + 1), -1)
-    block[:] = np.cumsum(edges, axis=1)[:, :-1] > 0
-  key_ranks = None if keys is None else keys.ranks
-  return assignment.by_work(work, needs, cp_size, key_size, links, key_ranks)
+  units = assignment.Units.of_chunks(work, chunk_size, chunk, *shown_keys(pieces))
+  owners = None
+  if keys is not None:
+    owners = np.arange(keys.num_chunks + 1) * keys.chunk_size, keys.ranks
+  return assignment.by_work(units, cp_size, links, ranks_per_node, owners)
 
 
 def _pieces(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

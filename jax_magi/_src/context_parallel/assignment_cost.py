@@ -1,0 +1,270 @@
+"""What an assignment of chunks to ranks costs: work, and rows over the links that carry them.
+
+A unit is a chunk of queries or a few neighbouring ones. All numbers of rows and all work are whole,
+so that sums are exact in any order, and every machine finds the same costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jax_magi._src.context_parallel.intervals import joined, union, union_of_sorted
+
+# How far above the mean a rank's work may be, if that saves rows.
+_TOLERANCE = 0.04
+# A pair of work beyond that counts as so many.
+_PENALTY = 100.0
+# The part of the shorter one of computing and moving that does not overlap the longer one.
+_EXPOSED = 0.3
+# Key ranges of a unit. The search gets slower with their square; more are rare, and the narrowest
+# gaps between them are closed.
+_MAX_RANGES = 4
+# Positions of different groups, that many apart, never meet.
+STRIDE = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+  """What moving a row of keys and values costs, in pairs of a query and a key computed meanwhile.
+
+  The defaults are 16 KB a row (keys and values twice, gradients once, in 32 bit, for 8 kv heads of
+  128) at 450 GB/s between the GPUs of a node and 50 GB/s between nodes, and 86 kFLOP a pair (48
+  query heads, forward and backward) at 550 TFLOP/s.
+
+  Attributes:
+    near_row: of a row that moves inside a node.
+    far_row: of a row that crosses to another node.
+  """
+
+  near_row: float = 233.0
+  far_row: float = 2100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+  """Neighbouring chunks that stay together.
+
+  Attributes:
+    sizes: int64 `[num_units]`, in chunks.
+    bounds: int64 `[num_units + 1]`, in tokens.
+    work: float64 `[num_units]`.
+    begin: int64 `[num_units, num_ranges]`, of the ranges of keys that the unit needs: disjoint,
+      ascending, and then empty ones.
+    end: likewise.
+  """
+
+  sizes: np.ndarray
+  bounds: np.ndarray
+  work: np.ndarray
+  begin: np.ndarray
+  end: np.ndarray
+
+  @classmethod
+  def of_chunks(cls, work, chunk_size: int, chunk, begin, end) -> Units:
+    """Each chunk alone; chunk number `chunk[i]` needs keys `begin[i]` to `end[i]`."""
+    bounds = np.arange(len(work) + 1, dtype=np.int64) * chunk_size
+    table = _table(len(work), *union(chunk, begin, end))
+    return cls(np.ones(len(work), np.int64), bounds, work.astype(np.float64), *table)
+
+  def __len__(self) -> int:
+    return len(self.sizes)
+
+  @functools.cached_property
+  def own_rows(self) -> np.ndarray:
+    """int64 `[num_units]`: keys in the place of a unit's queries that it needs."""
+    begin = np.maximum(self.begin, self.bounds[:-1, None])
+    end = np.minimum(self.end, self.bounds[1:, None])
+    return np.maximum(end - begin, 0).sum(axis=1)
+
+  def grouped(self, factor: int, cp_size: int) -> Units:
+    """Neighbours together, as many for each rank; the last units may be left as they are."""
+    num_whole = len(self) // cp_size // factor * cp_size
+    group = np.arange(num_whole).repeat(factor)
+    group = np.append(group, num_whole + np.arange(len(self) - len(group)))
+    first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+    index, column = np.nonzero(self.begin < self.end)
+    ranges = union(group[index], self.begin[index, column], self.end[index, column])
+    return Units(
+      np.add.reduceat(self.sizes, first),
+      np.append(self.bounds[first], self.bounds[-1]),
+      np.add.reduceat(self.work, first),
+      *_table(len(first), *ranges),
+    )
+
+
+def _table(num_units: int, unit, begin, end) -> tuple[np.ndarray, np.ndarray]:
+  """Sorted, disjoint ranges as `[num_units, num_ranges]`."""
+  gap = begin - np.append(0, end[:-1])
+  gap[np.append(True, unit[1:] != unit[:-1])[: len(unit)]] = STRIDE  # Never closed.
+  order = np.lexsort((-gap, unit))
+  counts = np.bincount(unit, minlength=num_units)
+  starts = np.cumsum(counts) - counts
+  is_wide = np.empty(len(unit), bool)
+  is_wide[order] = np.arange(len(unit)) - starts[unit[order]] < _MAX_RANGES
+  first, last = joined(is_wide)
+  unit, begin, end = unit[first], begin[first], end[last]
+  counts = np.bincount(unit, minlength=num_units)
+  place = np.arange(len(unit)) - (np.cumsum(counts) - counts)[unit]
+  tables = np.zeros((2, num_units, max(int(counts.max(initial=0)), 1)), np.int64)
+  tables[:, unit, place] = begin, end
+  return tables[0], tables[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+  """Of one assignment. Rows are float64, and whole.
+
+  Attributes:
+    load: `[num_ranks]`, work.
+    received: `[num_ranks]`, rows that arrive from the same node.
+    sent: `[num_ranks]`, rows that leave for the same node.
+    far_received: `[num_ranks]`, rows that arrive from other nodes.
+    far_sent: `[num_ranks]`, rows that leave for other nodes.
+    total: `[num_ranks]`.
+    unit_sent: `[num_units]`, rows of a unit's keys that leave for the same node, or None if keys
+      are dispatched on their own.
+    unit_far_sent: likewise, for other nodes.
+  """
+
+  load: np.ndarray
+  received: np.ndarray
+  sent: np.ndarray
+  far_received: np.ndarray
+  far_sent: np.ndarray
+  total: np.ndarray
+  unit_sent: np.ndarray | None
+  unit_far_sent: np.ndarray | None
+
+  def objective(self) -> float:
+    """The total of the most expensive rank, and a share of the mean."""
+    return float(self.total.max() + 0.1 * self.total.mean())
+
+  def imbalance(self) -> int:
+    """How far the largest work is above the mean, in steps of half a percent."""
+    return int(200.0 * (self.load.max() / max(self.load.mean(), 1.0) - 1.0))
+
+
+class CostModel:
+  """Costs of assignments of `units` to ranks in nodes.
+
+  A row that another node needs crosses to it once, to the rank with the owner's place in its node,
+  and spreads from there. So the keys that a rank gets or gives inside its node are its own and those
+  of all ranks with its place in their nodes.
+  """
+
+  def __init__(
+    self,
+    units: Units,
+    num_ranks: int,
+    ranks_per_node: int,
+    near_row: float,
+    far_row: float,
+    keys: tuple[np.ndarray, np.ndarray] | None = None,
+  ):
+    """`keys` are bounds and ranks of chunks of keys; None if they go with the queries."""
+    self.units = units
+    self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
+    self.num_nodes = num_ranks // ranks_per_node
+    self.near_row, self.far_row = near_row, far_row
+    self.keys = keys
+    self.key_bounds = units.bounds if keys is None else keys[0]
+    self.limit = units.work.sum() / num_ranks * (1.0 + _TOLERANCE)
+    unit, column = np.nonzero(units.begin < units.end)
+    begin = units.begin[unit, column]
+    order = np.argsort(begin, kind="stable")
+    # Ranges of keys by their begins: the unit, begin, end.
+    self._ranges = unit[order], begin[order], units.end[unit, column][order]
+
+  def owners(self, ranks: np.ndarray) -> np.ndarray:
+    """The rank of each chunk of keys."""
+    return ranks if self.keys is None else self.keys[1]
+
+  def total(self, load, received, sent, far_received, far_sent):
+    """What a rank costs. The two links work at the same time."""
+    near = self.near_row * np.maximum(received, sent)
+    far = self.far_row * np.maximum(far_received, far_sent)
+    moved = np.maximum(near, far)
+    longer, shorter = np.maximum(load, moved), np.minimum(load, moved)
+    total = longer + _EXPOSED * shorter + _PENALTY * np.maximum(load - self.limit, 0.0)
+    return np.rint(total)
+
+  def costs(self, ranks: np.ndarray) -> Costs:
+    """`ranks` is the rank of each unit."""
+    n, width = self.num_ranks, self.ranks_per_node
+    load = np.bincount(ranks, self.units.work, n)
+    owners = self.owners(ranks)
+    places = Places(self.key_bounds, owners % width)
+
+    rank, begin, end = self._needed_by(ranks, n)
+    own = places.owned(rank % width, begin, end)
+    received = np.bincount(rank, end - begin - own, n)
+    rows = self._rows_of_keys(rank // width, begin, end)
+    sent = places.summed(rows).reshape(-1) - np.bincount(rank, own, n)
+    near = far = None
+    far_received = far_sent = np.zeros(n)
+    key = np.arange(len(owners))
+    if self.keys is None:
+      near = rows[owners // width, key]
+      far = np.zeros(len(owners))
+    if self.num_nodes > 1:
+      rows = self._rows_of_keys(*self._needed_by(ranks // width, self.num_nodes))
+      rows[owners // width, key] = 0.0
+      far_received = places.summed(rows).reshape(-1)
+      rows_sent = rows.sum(axis=0)
+      far_sent = np.bincount(owners, rows_sent, n)
+      far = rows_sent if self.keys is None else None
+    total = self.total(load, received, sent, far_received, far_sent)
+    return Costs(load, received, sent, far_received, far_sent, total, near, far)
+
+  def _needed_by(self, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, ...]:
+    """Disjoint (group, begin, end) of the keys that each group of units needs."""
+    unit, begin, end = self._ranges
+    # Small integers are sorted in linear time.
+    of_range = group.astype(np.uint16 if num_groups <= 1 << 16 else np.int64)[unit]
+    order = np.argsort(of_range, kind="stable")
+    return union_of_sorted(of_range[order].astype(np.int64), begin[order], end[order])
+
+  def _rows_of_keys(self, node: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """`[num_nodes, num_key_chunks]`: rows of each chunk of keys in ranges of each node, summed."""
+    bounds = self.key_bounds
+    width = len(bounds)
+    first = np.searchsorted(bounds, begin, side="right") - 1
+    last = np.searchsorted(bounds, end, side="right") - 1
+    count = self.num_nodes * width
+    change = np.bincount(node * width + first, minlength=count)
+    change -= np.bincount(node * width + last, minlength=count)
+    rows = np.cumsum(change.reshape(-1, width), axis=1)[:, :-1] * np.diff(bounds)
+    part = np.bincount(node * width + last, end - bounds[last], count)
+    part -= np.bincount(node * width + first, begin - bounds[first], count)
+    return rows + part.reshape(-1, width)[:, :-1]
+
+
+class Places:
+  """Chunks of keys by the place of their owner in its node."""
+
+  def __init__(self, bounds: np.ndarray, place: np.ndarray):
+    self._order = np.argsort(place.astype(np.uint16), kind="stable")
+    place = place[self._order].astype(np.int64)
+    self._begin = bounds[:-1][self._order]
+    self._size = np.diff(bounds)[self._order]
+    self._before = np.cumsum(self._size) - self._size
+    self._sorted = place * STRIDE + self._begin
+    self._firsts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
+
+  def before(self, place: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """How many keys of owners with that place lie before a position, plus a number of the place."""
+    last = np.searchsorted(self._sorted, place * STRIDE + position, side="right") - 1
+    last = np.maximum(last, self._firsts[place])
+    inside = np.clip(position - self._begin[last], 0, self._size[last])
+    return self._before[last] + inside
+
+  def owned(self, place: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """How many keys from begin to end owners with that place have."""
+    return self.before(place, end) - self.before(place, begin)
+
+  def summed(self, rows: np.ndarray) -> np.ndarray:
+    """`[num_nodes, num_places]` from `[num_nodes, num_key_chunks]`."""
+    return np.add.reduceat(rows[:, self._order], self._firsts, axis=1)
