@@ -18,10 +18,13 @@ from jax_magi._src.context_parallel.intervals import starts_within
 _ENOUGH = 1.1
 # Units that become one in the next coarser search.
 _FACTOR = 4
-# Units of the finest search: of a rank, and of all.
-_UNITS_OF_RANK, _MAX_UNITS = 64, 4096
+# Units of the finest search: of a rank, and of all. From so many on, it ends as soon as work is even.
+_UNITS_OF_RANK, _MAX_UNITS, _ENOUGH_UNITS = 64, 16384, 4096
 # Units of a rank where nodes are filled; chunks are too fine for that.
-_UNITS_OF_RANK_FOR_NODES = 8
+_UNITS_OF_RANK_FOR_NODES = 4
+
+# How far above the mean a node's work may be: less than a rank's, so that its ranks have a choice.
+_TOLERANCE_OF_NODES = 0.02
 
 
 def contiguous(num_chunks: int, cp_size: int) -> np.ndarray:
@@ -80,7 +83,7 @@ def _near(chunks: Units, cp_size: int, width: int, links: Links, keys) -> np.nda
     fine = (len(level) >= _UNITS_OF_RANK_FOR_NODES * cp_size for level in levels)
     last = next((i for i, is_fine in enumerate(fine) if is_fine), len(levels) - 1)
     node_keys = None if keys is None else (keys[0], keys[1] // width)
-    prices = num_nodes, num_nodes, links.far_row, 0.0, node_keys
+    prices = num_nodes, num_nodes, links.far_row, 0.0, node_keys, _TOLERANCE_OF_NODES
     nodes = _refined(levels[: last + 1], _split(levels[0], nodes, num_nodes), prices)
     levels = levels[last:]
   prices = cp_size, width, links.near_row, links.far_row, keys
@@ -89,10 +92,9 @@ def _near(chunks: Units, cp_size: int, width: int, links: Links, keys) -> np.nda
 
 
 def _levels(chunks: Units, cp_size: int) -> list[Units]:
-  """From the coarsest units to the finest that are searched."""
+  """From the coarsest units to the finest that may be searched."""
   units = chunks
-  limit = max(min(_UNITS_OF_RANK * cp_size, _MAX_UNITS), 8 * cp_size)
-  while len(units) > limit:
+  while len(units) > min(_UNITS_OF_RANK * cp_size, _MAX_UNITS):
     units = units.grouped(2, cp_size)
   levels = [units]
   while len(levels[0]) > _FACTOR * cp_size:
@@ -105,8 +107,11 @@ def _refined(levels: list[Units], ranks: np.ndarray, prices) -> np.ndarray:
   for number, units in enumerate(levels):
     if number:
       ranks = _finer(ranks, levels[number - 1], units)
-    ranks = improved(CostModel(units, *prices), ranks)
-  return ranks
+    model = CostModel(units, *prices)
+    ranks = improved(model, ranks)
+    if len(units) >= _ENOUGH_UNITS and model.costs(ranks).load.max() <= model.limit:
+      break
+  return _finer(ranks, units, levels[-1])
 
 
 def _split(units: Units, parts: np.ndarray, width: int) -> np.ndarray:

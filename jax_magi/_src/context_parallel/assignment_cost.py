@@ -14,14 +14,14 @@ import numpy as np
 from jax_magi._src.context_parallel.intervals import joined, union, union_of_sorted
 
 # How far above the mean a rank's work may be, if that saves rows.
-_TOLERANCE = 0.04
+TOLERANCE = 0.04
 # A pair of work beyond that counts as so many.
-_PENALTY = 100.0
+_PENALTY = 10.0
 # The part of the shorter one of computing and moving that does not overlap the longer one.
 _EXPOSED = 0.3
-# Key ranges of a unit. The search gets slower with their square; more are rare, and the narrowest
-# gaps between them are closed.
-_MAX_RANGES = 4
+# Key ranges of a unit, if there are few units and if there are many. More are rare; then the
+# narrowest gaps between them are closed.
+_MAX_RANGES, _FEWER_RANGES, _MANY_UNITS = 8, 4, 2048
 # Positions of different groups, that many apart, never meet.
 STRIDE = 1 << 31
 
@@ -102,8 +102,9 @@ def _table(num_units: int, unit, begin, end) -> tuple[np.ndarray, np.ndarray]:
   order = np.lexsort((-gap, unit))
   counts = np.bincount(unit, minlength=num_units)
   starts = np.cumsum(counts) - counts
+  limit = _MAX_RANGES if num_units <= _MANY_UNITS else _FEWER_RANGES
   is_wide = np.empty(len(unit), bool)
-  is_wide[order] = np.arange(len(unit)) - starts[unit[order]] < _MAX_RANGES
+  is_wide[order] = np.arange(len(unit)) - starts[unit[order]] < limit
   first, last = joined(is_wide)
   unit, begin, end = unit[first], begin[first], end[last]
   counts = np.bincount(unit, minlength=num_units)
@@ -163,6 +164,7 @@ class CostModel:
     near_row: float,
     far_row: float,
     keys: tuple[np.ndarray, np.ndarray] | None = None,
+    tolerance: float = TOLERANCE,
   ):
     """`keys` are bounds and ranks of chunks of keys; None if they go with the queries."""
     self.units = units
@@ -171,7 +173,8 @@ class CostModel:
     self.near_row, self.far_row = near_row, far_row
     self.keys = keys
     self.key_bounds = units.bounds if keys is None else keys[0]
-    self.limit = units.work.sum() / num_ranks * (1.0 + _TOLERANCE)
+    self.limit = units.work.sum() / num_ranks * (1.0 + tolerance)
+    self._last: tuple[np.ndarray, np.ndarray] | None = None
     unit, column = np.nonzero(units.begin < units.end)
     begin = units.begin[unit, column]
     order = np.argsort(begin, kind="stable")
@@ -184,9 +187,9 @@ class CostModel:
 
   def total(self, load, received, sent, far_received, far_sent):
     """What a rank costs. The two links work at the same time."""
-    near = self.near_row * np.maximum(received, sent)
-    far = self.far_row * np.maximum(far_received, far_sent)
-    moved = np.maximum(near, far)
+    moved = self.near_row * np.maximum(received, sent)
+    if self.num_nodes > 1:
+      moved = np.maximum(moved, self.far_row * np.maximum(far_received, far_sent))
     longer, shorter = np.maximum(load, moved), np.minimum(load, moved)
     total = longer + _EXPOSED * shorter + _PENALTY * np.maximum(load - self.limit, 0.0)
     return np.rint(total)
@@ -203,21 +206,26 @@ class CostModel:
     received = np.bincount(rank, end - begin - own, n)
     rows = self._rows_of_keys(rank // width, begin, end)
     sent = places.summed(rows).reshape(-1) - np.bincount(rank, own, n)
-    near = far = None
-    far_received = far_sent = np.zeros(n)
-    key = np.arange(len(owners))
-    if self.keys is None:
-      near = rows[owners // width, key]
-      far = np.zeros(len(owners))
-    if self.num_nodes > 1:
-      rows = self._rows_of_keys(*self._needed_by(ranks // width, self.num_nodes))
-      rows[owners // width, key] = 0.0
-      far_received = places.summed(rows).reshape(-1)
-      rows_sent = rows.sum(axis=0)
-      far_sent = np.bincount(owners, rows_sent, n)
-      far = rows_sent if self.keys is None else None
+    here = np.arange(len(owners)), owners // width
+    unit_sent = rows[here]
+    far_rows = self._far_rows(ranks // width)
+    far_rows[here] = 0.0
+    far_received = places.summed(far_rows).reshape(-1)
+    unit_far_sent = far_rows.sum(axis=1)
+    far_sent = np.bincount(owners, unit_far_sent, n)
+    if self.keys is not None:
+      unit_sent = unit_far_sent = None
     total = self.total(load, received, sent, far_received, far_sent)
-    return Costs(load, received, sent, far_received, far_sent, total, near, far)
+    return Costs(load, received, sent, far_received, far_sent, total, unit_sent, unit_far_sent)
+
+  def _far_rows(self, nodes: np.ndarray) -> np.ndarray:
+    """`[num_key_chunks, num_nodes]`: rows of each chunk of keys that each node needs."""
+    if self.num_nodes == 1:
+      return np.zeros((len(self.key_bounds) - 1, 1))
+    # Exchanges inside nodes change nothing here.
+    if self._last is None or not np.array_equal(nodes, self._last[0]):
+      self._last = nodes, self._rows_of_keys(*self._needed_by(nodes, self.num_nodes))
+    return self._last[1].copy()
 
   def _needed_by(self, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, ...]:
     """Disjoint (group, begin, end) of the keys that each group of units needs."""
@@ -228,18 +236,19 @@ class CostModel:
     return union_of_sorted(of_range[order].astype(np.int64), begin[order], end[order])
 
   def _rows_of_keys(self, node: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """`[num_nodes, num_key_chunks]`: rows of each chunk of keys in ranges of each node, summed."""
-    bounds = self.key_bounds
-    width = len(bounds)
+    """`[num_key_chunks, num_nodes]`: rows of each chunk of keys in ranges of each node, summed."""
+    bounds, width = self.key_bounds, self.num_nodes
     first = np.searchsorted(bounds, begin, side="right") - 1
     last = np.searchsorted(bounds, end, side="right") - 1
-    count = self.num_nodes * width
-    change = np.bincount(node * width + first, minlength=count)
-    change -= np.bincount(node * width + last, minlength=count)
-    rows = np.cumsum(change.reshape(-1, width), axis=1)[:, :-1] * np.diff(bounds)
-    part = np.bincount(node * width + last, end - bounds[last], count)
-    part -= np.bincount(node * width + first, begin - bounds[first], count)
-    return rows + part.reshape(-1, width)[:, :-1]
+    shape = len(bounds), width
+    count = len(bounds) * width
+    # A range counts as whole chunks up to the last, and then parts are added and taken off.
+    change = np.bincount(first * width + node, minlength=count)
+    change -= np.bincount(last * width + node, minlength=count)
+    rows = np.cumsum(change.reshape(shape), axis=0)[:-1] * np.diff(bounds)[:, None]
+    part = np.bincount(last * width + node, end - bounds[last], count)
+    part -= np.bincount(first * width + node, begin - bounds[first], count)
+    return rows + part.reshape(shape)[:-1]
 
 
 class Places:
@@ -266,5 +275,5 @@ class Places:
     return self.before(place, end) - self.before(place, begin)
 
   def summed(self, rows: np.ndarray) -> np.ndarray:
-    """`[num_nodes, num_places]` from `[num_nodes, num_key_chunks]`."""
-    return np.add.reduceat(rows[:, self._order], self._firsts, axis=1)
+    """`[num_nodes, num_places]` from `[num_key_chunks, num_nodes]`."""
+    return np.add.reduceat(rows[self._order], self._firsts, axis=0).T

@@ -6,10 +6,16 @@ import numpy as np
 
 from jax_magi._src.context_parallel.assignment_cost import STRIDE, CostModel, Costs, Places
 
-# Rounds of exchanges, and rounds in a row without any after which the search ends.
-_MAX_ROUNDS, _MAX_IDLE = 24, 6
+# Rounds of exchanges: fewer for many units, where each takes longer.
+_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 8
+# Rounds in a row without an exchange, after which the search ends.
+_MAX_IDLE = 6
 # An exchange must pay at least that much.
 _LEAST_GAIN = 1e-3
+# The share of ranks, from the most expensive, that look at several partners, and how many.
+_SHARE_OF_WORST, _NUM_PARTNERS = 8, 8
+# What the sum of two ranks' costs counts beside the larger one.
+_SHARE_OF_SUM = 1.0
 # Elements of the largest array of a round, to bound the memory.
 _MAX_ELEMENTS = 1 << 20
 
@@ -19,10 +25,12 @@ def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
   best, costs = ranks, model.costs(ranks)
   least = costs.objective()
   idle = 0
-  for number in range(_MAX_ROUNDS):
+  num_rounds = max(min(_ROUNDS_TIMES_UNITS // len(ranks), _MAX_ROUNDS), _MIN_ROUNDS)
+  for number in range(num_rounds):
     a, b = _pairs(costs.total, model.ranks_per_node, number)
-    gains, i, j = _exchanges(model, ranks, costs, a, b)
-    a, b, i, j = a[gains], b[gains], i[gains], j[gains]
+    gain, i, j = _exchanges(model, ranks, costs, a, b)
+    chosen = _disjoint(gain, a, b)
+    a, b, i, j = a[chosen], b[chosen], i[chosen], j[chosen]
     new, new_costs = ranks, costs
     # What the others do was taken for unchanged: exchanges that do not pay after all are undone.
     for _ in range(2):
@@ -35,7 +43,7 @@ def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
         if pays.all():
           break
         a, b, i, j = a[pays], b[pays], i[pays], j[pays]
-    idle = 0 if len(a) and new_costs.objective() < least else idle + 1
+    idle = 0 if len(a) else idle + 1
     if len(a):
       ranks, costs = new, new_costs
       if costs.objective() < least:
@@ -47,37 +55,58 @@ def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
 
 def _of_both(a, b):
   """The larger cost decides; then what both cost together."""
-  return np.maximum(a, b) + _LEAST_GAIN * (a + b)
+  return np.maximum(a, b) + _SHARE_OF_SUM * (a + b)
 
 
 def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-  """Pairs of ranks of a node, each rank in one of them at most."""
-  half = width // 2
+  """Pairs of ranks of a node to look at in a round."""
   nodes = total.reshape(-1, width)
-  if number % 2 == 0:
-    # Expensive ones with cheap ones, other pairs each time.
-    order = np.argsort(nodes, axis=1, kind="stable")
-    a = order[:, width - half :]
-    b = order[:, :half][:, ::-1]
-    b = np.roll(b, number // 2, axis=1)
-  else:
-    # Neighbours, then those further apart: after `width` rounds each has met each.
+  turn, kind = divmod(number, 4)
+  if kind == 2:
+    # Neighbours, then those further apart: after `width` turns each has met each.
     a = np.arange(width)
-    b = (number // 2 + 1 - a) % width
-    a, b = a[a < b], b[a < b]
-    a, b = (np.broadcast_to(x, (len(nodes), len(x))) for x in (a, b))
+    b = (turn + 1 - a) % width
+    a, b = (np.broadcast_to(x[a < b], (len(nodes), (a < b).sum())) for x in (a, b))
+  else:
+    order = np.argsort(nodes, axis=1, kind="stable")
+    if kind == 0:
+      # Each expensive one with a cheap one, another one each turn.
+      half = width // 2
+      a = order[:, width - half :]
+      b = np.roll(order[:, :half][:, ::-1], turn, axis=1)
+    else:
+      # The most expensive ones with several others, of which a few are likely to need the same keys.
+      worst = min(max(width // _SHARE_OF_WORST, 2), width - 1)
+      num_partners = min(_NUM_PARTNERS, width - worst)
+      a = np.repeat(order[:, width - worst :], num_partners, axis=1)
+      place = np.arange(worst)[:, None] * num_partners + np.arange(num_partners)
+      place = (place + turn * num_partners * 2 + kind // 2 * num_partners) % (width - worst)
+      b = order[:, place.reshape(-1)]
   base = np.arange(len(nodes))[:, None] * width
   return (base + a).reshape(-1), (base + b).reshape(-1)
 
 
+def _disjoint(gain: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  """The indices of pairs that gain, largest gain first, in which each rank is at most once."""
+  used: set[int] = set()
+  chosen = []
+  order = np.argsort(-gain, kind="stable")
+  order = order[: int((gain > 0).sum())]
+  for index, i, j in zip(order.tolist(), a[order].tolist(), b[order].tolist(), strict=True):
+    if i not in used and j not in used:
+      used |= {i, j}
+      chosen.append(index)
+  return np.array(chosen, np.int64)
+
+
 def _exchanges(model: CostModel, ranks, costs: Costs, a, b):
-  """For each pair of ranks: whether an exchange seems to pay, and the two units of the best."""
+  """For each pair of ranks: what the best exchange seems to gain, and its two units."""
   members = np.argsort(ranks.astype(np.uint16), kind="stable").reshape(model.num_ranks, -1)
   num_units, num_ranges = members.shape[1], model.units.begin.shape[1]
   at_once = max(_MAX_ELEMENTS // (4 * num_units**2 * num_ranges), 1)
   places = Places(model.key_bounds, model.owners(ranks) % model.ranks_per_node)
   sizes = model.units.sizes
-  gains = np.zeros(len(a), bool)
+  gain = np.zeros(len(a))
   chosen = np.zeros((2, len(a)), np.int64)
   for first in range(0, len(a), at_once):
     some = slice(first, first + at_once)
@@ -90,9 +119,9 @@ def _exchanges(model: CostModel, ranks, costs: Costs, a, b):
     after = after.reshape(len(ours), -1)
     which = after.argmin(axis=1)
     index = np.arange(len(ours))
-    gains[some] = after[index, which] < _of_both(*costs.total[both]) * (1.0 - _LEAST_GAIN)
+    gain[some] = _of_both(*costs.total[both]) * (1.0 - _LEAST_GAIN) - after[index, which]
     chosen[:, some] = ours[index, which // num_units], theirs[index, which % num_units]
-  return gains, *chosen
+  return gain, *chosen
 
 
 def _after(model: CostModel, costs: Costs, places: Places, rank, ours) -> np.ndarray:
