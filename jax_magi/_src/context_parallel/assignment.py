@@ -7,6 +7,7 @@ the same answer on its own.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,11 +16,15 @@ from jax_magi._src.context_parallel.assignment_search import improved
 from jax_magi._src.context_parallel.intervals import starts_within
 
 # Of candidates that cost and move up to so much more than the best, the most even one is taken.
-_ENOUGH = 1.1
+_SAME_COST, _SAME_ROWS = 1.02, 1.1
+# Nothing is searched if a simple candidate costs at most so much more than what is possible at all.
+_GOOD_ENOUGH = 1.02
 # Units that become one in the next coarser search.
 _FACTOR = 4
-# Units of the finest search: of a rank, and of all. From so many on, it ends as soon as work is even.
-_UNITS_OF_RANK, _MAX_UNITS, _ENOUGH_UNITS = 64, 16384, 4096
+# Units of a rank and ranges of keys of all units in the finest search.
+_UNITS_OF_RANK, _MAX_RANGES = 64, 16384
+# From so many units on, the search ends as soon as work is as even as it has to be, nearly.
+_ENOUGH_UNITS, _NEARLY = 4096, 1.01
 # Units of a rank where nodes are filled; chunks are too fine for that.
 _UNITS_OF_RANK_FOR_NODES = 4
 
@@ -58,17 +63,18 @@ def by_work(
   if cp_size == 1:
     return contiguous(len(chunks), 1)
   model = CostModel(chunks, cp_size, width, links.near_row, links.far_row, keys)
-  candidates = [_near(chunks, cp_size, width, links, keys), _largest_first(chunks.work, cp_size)]
+  candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
   if len(chunks) % (2 * cp_size) == 0:
     candidates.append(zigzag(len(chunks), cp_size))
   costs = [model.costs(ranks) for ranks in candidates]
+  if min(c.objective() for c in costs) > _GOOD_ENOUGH * model.least():
+    candidates.append(_near(chunks, cp_size, width, links, keys))
+    costs.append(model.costs(candidates[-1]))
   best = min(costs, key=lambda c: c.objective())
   good = [
     i
     for i, c in enumerate(costs)
-    if c.objective() <= _ENOUGH * best.objective()
-    and c.received.mean() + c.far_received.mean()
-    <= _ENOUGH * (best.received.mean() + best.far_received.mean())
+    if c.objective() <= _SAME_COST * best.objective() and c.rows() <= _SAME_ROWS * best.rows()
   ]
   return candidates[min(good, key=lambda i: (costs[i].imbalance(), costs[i].total.mean()))]
 
@@ -83,33 +89,48 @@ def _near(chunks: Units, cp_size: int, width: int, links: Links, keys) -> np.nda
     fine = (len(level) >= _UNITS_OF_RANK_FOR_NODES * cp_size for level in levels)
     last = next((i for i, is_fine in enumerate(fine) if is_fine), len(levels) - 1)
     node_keys = None if keys is None else (keys[0], keys[1] // width)
-    prices = num_nodes, num_nodes, links.far_row, 0.0, node_keys, _TOLERANCE_OF_NODES
-    nodes = _refined(levels[: last + 1], _split(levels[0], nodes, num_nodes), prices)
+
+    def node_model(units: Units) -> CostModel:
+      return CostModel(
+        units, num_nodes, num_nodes, links.far_row, 0.0, node_keys, _TOLERANCE_OF_NODES
+      )
+
+    nodes = _refined(levels[: last + 1], _split(levels[0], nodes, num_nodes), node_model)
     levels = levels[last:]
-  prices = cp_size, width, links.near_row, links.far_row, keys
-  ranks = _refined(levels, _split(levels[0], nodes, width), prices)
+
+  def rank_model(units: Units) -> CostModel:
+    return CostModel(units, cp_size, width, links.near_row, links.far_row, keys)
+
+  ranks = _refined(levels, _split(levels[0], nodes, width), rank_model)
   return _finer(ranks, levels[-1], chunks)
 
 
 def _levels(chunks: Units, cp_size: int) -> list[Units]:
   """From the coarsest units to the finest that may be searched."""
   units = chunks
-  while len(units) > min(_UNITS_OF_RANK * cp_size, _MAX_UNITS):
-    units = units.grouped(2, cp_size)
+  while len(units) > _UNITS_OF_RANK * cp_size or units.begin.size > _MAX_RANGES:
+    coarser = units.grouped(2, cp_size)
+    if not _FACTOR * cp_size <= len(coarser) < len(units):
+      break
+    units = coarser
   levels = [units]
-  while len(levels[0]) > _FACTOR * cp_size:
-    levels.insert(0, levels[0].grouped(_FACTOR, cp_size))
-  return levels
+  while True:
+    coarser = levels[0].grouped(_FACTOR, cp_size)
+    if not cp_size < len(coarser) < len(levels[0]):
+      return levels
+    levels.insert(0, coarser)
 
 
-def _refined(levels: list[Units], ranks: np.ndarray, prices) -> np.ndarray:
+def _refined(
+  levels: list[Units], ranks: np.ndarray, make_model: Callable[[Units], CostModel]
+) -> np.ndarray:
   """The ranks of the finest units, from those of the coarsest."""
   for number, units in enumerate(levels):
     if number:
       ranks = _finer(ranks, levels[number - 1], units)
-    model = CostModel(units, *prices)
+    model = make_model(units)
     ranks = improved(model, ranks)
-    if len(units) >= _ENOUGH_UNITS and model.costs(ranks).load.max() <= model.limit:
+    if len(units) >= _ENOUGH_UNITS and model.costs(ranks).load.max() <= _NEARLY * model.limit:
       break
   return _finer(ranks, units, levels[-1])
 

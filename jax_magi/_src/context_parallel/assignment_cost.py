@@ -19,6 +19,8 @@ TOLERANCE = 0.04
 _PENALTY = 10.0
 # The part of the shorter one of computing and moving that does not overlap the longer one.
 _EXPOSED = 0.3
+# What the mean cost counts in the objective, beside the largest.
+_MEAN_SHARE = 0.1
 # Key ranges of a unit, if there are few units and if there are many. More are rare; then the
 # narrowest gaps between them are closed.
 _MAX_RANGES, _FEWER_RANGES, _MANY_UNITS = 8, 4, 2048
@@ -80,8 +82,12 @@ class Units:
     return np.maximum(end - begin, 0).sum(axis=1)
 
   def grouped(self, factor: int, cp_size: int) -> Units:
-    """Neighbours together, as many for each rank; the last units may be left as they are."""
-    num_whole = len(self) // cp_size // factor * cp_size
+    """Neighbours together, as many for each rank; the last units are left as they are.
+
+    So there are as many units of each size as a multiple of the number of ranks, largest first.
+    """
+    num_largest = int((self.sizes == self.sizes[0]).sum())
+    num_whole = num_largest // cp_size // factor * cp_size
     group = np.arange(num_whole).repeat(factor)
     group = np.append(group, num_whole + np.arange(len(self) - len(group)))
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
@@ -141,7 +147,11 @@ class Costs:
 
   def objective(self) -> float:
     """The total of the most expensive rank, and a share of the mean."""
-    return float(self.total.max() + 0.1 * self.total.mean())
+    return float(self.total.max() + _MEAN_SHARE * self.total.mean())
+
+  def rows(self) -> float:
+    """Rows that a rank receives, on average."""
+    return float((self.received + self.far_received).mean())
 
   def imbalance(self) -> int:
     """How far the largest work is above the mean, in steps of half a percent."""
@@ -151,9 +161,9 @@ class Costs:
 class CostModel:
   """Costs of assignments of `units` to ranks in nodes.
 
-  A row that another node needs crosses to it once, to the rank with the owner's place in its node,
-  and spreads from there. So the keys that a rank gets or gives inside its node are its own and those
-  of all ranks with its place in their nodes.
+  A row that another node needs crosses to it once, to the rank that has the owner's place there,
+  and spreads from that rank. So inside a node, a rank gives the keys of all ranks that have its
+  place in their nodes, and gets all others that it needs.
   """
 
   def __init__(
@@ -174,12 +184,25 @@ class CostModel:
     self.keys = keys
     self.key_bounds = units.bounds if keys is None else keys[0]
     self.limit = units.work.sum() / num_ranks * (1.0 + tolerance)
-    self._last: tuple[np.ndarray, np.ndarray] | None = None
+    self._last: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     unit, column = np.nonzero(units.begin < units.end)
     begin = units.begin[unit, column]
     order = np.argsort(begin, kind="stable")
     # Ranges of keys by their begins: the unit, begin, end.
     self._ranges = unit[order], begin[order], units.end[unit, column][order]
+
+  def least(self) -> float:
+    """No objective is below: as if work were even, and units that need as much were together."""
+    load = self.units.work.sum() / self.num_ranks
+    num_keys = int(self.key_bounds[-1])
+    need = np.sort((self.units.end - self.units.begin).sum(axis=1))
+    # The largest need of each rank, and of each node.
+    need = need.reshape(self.num_ranks, -1)[:, -1]
+    rows = np.maximum(need - num_keys // self.ranks_per_node, 0)
+    far = need.reshape(self.num_nodes, -1)[:, -1:] - num_keys // self.num_nodes
+    far = np.repeat(np.maximum(far, 0) / self.ranks_per_node, self.ranks_per_node, axis=1)
+    total = self.total(load, rows, 0.0, far.reshape(-1), 0.0)
+    return float(total.mean() + _MEAN_SHARE * total.mean())
 
   def owners(self, ranks: np.ndarray) -> np.ndarray:
     """The rank of each chunk of keys."""
@@ -206,26 +229,29 @@ class CostModel:
     received = np.bincount(rank, end - begin - own, n)
     rows = self._rows_of_keys(rank // width, begin, end)
     sent = places.summed(rows).reshape(-1) - np.bincount(rank, own, n)
-    here = np.arange(len(owners)), owners // width
-    unit_sent = rows[here]
-    far_rows = self._far_rows(ranks // width)
-    far_rows[here] = 0.0
+    unit_sent = rows[owners // width, np.arange(len(owners))]
+    far_rows, unit_far_sent = self._far_rows(ranks // width, owners // width)
     far_received = places.summed(far_rows).reshape(-1)
-    unit_far_sent = far_rows.sum(axis=1)
     far_sent = np.bincount(owners, unit_far_sent, n)
-    if self.keys is not None:
-      unit_sent = unit_far_sent = None
     total = self.total(load, received, sent, far_received, far_sent)
-    return Costs(load, received, sent, far_received, far_sent, total, unit_sent, unit_far_sent)
+    of_units = (unit_sent, unit_far_sent) if self.keys is None else (None, None)
+    return Costs(load, received, sent, far_received, far_sent, total, *of_units)
 
-  def _far_rows(self, nodes: np.ndarray) -> np.ndarray:
-    """`[num_key_chunks, num_nodes]`: rows of each chunk of keys that each node needs."""
+  def _far_rows(self, nodes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of each chunk of keys that cross, `[num_nodes, num_key_chunks]`, and their sum.
+
+    Args:
+      nodes: the node of each unit.
+      owners: the node of each chunk of keys.
+    """
     if self.num_nodes == 1:
-      return np.zeros((len(self.key_bounds) - 1, 1))
+      return np.zeros((1, len(owners))), np.zeros(len(owners))
     # Exchanges inside nodes change nothing here.
     if self._last is None or not np.array_equal(nodes, self._last[0]):
-      self._last = nodes, self._rows_of_keys(*self._needed_by(nodes, self.num_nodes))
-    return self._last[1].copy()
+      rows = self._rows_of_keys(*self._needed_by(nodes, self.num_nodes))
+      rows[owners, np.arange(len(owners))] = 0.0
+      self._last = nodes, rows, rows.sum(axis=0)
+    return self._last[1:]
 
   def _needed_by(self, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, ...]:
     """Disjoint (group, begin, end) of the keys that each group of units needs."""
@@ -236,29 +262,31 @@ class CostModel:
     return union_of_sorted(of_range[order].astype(np.int64), begin[order], end[order])
 
   def _rows_of_keys(self, node: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """`[num_key_chunks, num_nodes]`: rows of each chunk of keys in ranges of each node, summed."""
-    bounds, width = self.key_bounds, self.num_nodes
+    """`[num_nodes, num_key_chunks]`: rows of each chunk of keys in ranges of each node, summed."""
+    bounds = self.key_bounds
+    shape = self.num_nodes, len(bounds)
     first = np.searchsorted(bounds, begin, side="right") - 1
     last = np.searchsorted(bounds, end, side="right") - 1
-    shape = len(bounds), width
-    count = len(bounds) * width
     # A range counts as whole chunks up to the last, and then parts are added and taken off.
-    change = np.bincount(first * width + node, minlength=count)
-    change -= np.bincount(last * width + node, minlength=count)
-    rows = np.cumsum(change.reshape(shape), axis=0)[:-1] * np.diff(bounds)[:, None]
-    part = np.bincount(last * width + node, end - bounds[last], count)
-    part -= np.bincount(first * width + node, begin - bounds[first], count)
-    return rows + part.reshape(shape)[:-1]
+    index = np.concatenate([node * shape[1] + first, node * shape[1] + last])
+    sign = np.repeat([1.0, -1.0], len(first))
+    part = np.concatenate([bounds[first] - begin, end - bounds[last]])
+    rows = np.bincount(index, sign, shape[0] * shape[1]).reshape(shape)
+    np.cumsum(rows, axis=1, out=rows)
+    rows[:, :-1] *= np.diff(bounds)
+    np.add.at(rows.reshape(-1), index, part)
+    return rows[:, :-1]
 
 
 class Places:
   """Chunks of keys by the place of their owner in its node."""
 
   def __init__(self, bounds: np.ndarray, place: np.ndarray):
-    self._order = np.argsort(place.astype(np.uint16), kind="stable")
-    place = place[self._order].astype(np.int64)
-    self._begin = bounds[:-1][self._order]
-    self._size = np.diff(bounds)[self._order]
+    self._place = place
+    order = np.argsort(place.astype(np.uint16), kind="stable")
+    place = place[order].astype(np.int64)
+    self._begin = bounds[:-1][order]
+    self._size = np.diff(bounds)[order]
     self._before = np.cumsum(self._size) - self._size
     self._sorted = place * STRIDE + self._begin
     self._firsts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
@@ -275,5 +303,8 @@ class Places:
     return self.before(place, end) - self.before(place, begin)
 
   def summed(self, rows: np.ndarray) -> np.ndarray:
-    """`[num_nodes, num_places]` from `[num_key_chunks, num_nodes]`."""
-    return np.add.reduceat(rows[self._order], self._firsts, axis=0).T
+    """`[num_nodes, num_places]` from `[num_nodes, num_key_chunks]`."""
+    num_places = len(self._firsts)
+    if len(rows) == 1:
+      return np.bincount(self._place, rows[0], num_places)[None]
+    return rows @ (self._place[:, None] == np.arange(num_places)).astype(np.float64)

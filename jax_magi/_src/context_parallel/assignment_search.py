@@ -7,7 +7,7 @@ import numpy as np
 from jax_magi._src.context_parallel.assignment_cost import STRIDE, CostModel, Costs, Places
 
 # Rounds of exchanges: fewer for many units, where each takes longer.
-_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 8
+_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 6
 # Rounds in a row without an exchange, after which the search ends.
 _MAX_IDLE = 6
 # An exchange must pay at least that much.
@@ -75,7 +75,7 @@ def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.n
       a = order[:, width - half :]
       b = np.roll(order[:, :half][:, ::-1], turn, axis=1)
     else:
-      # The most expensive ones with several others, of which a few are likely to need the same keys.
+      # The most expensive ones with several others: one of them may need the same keys.
       worst = min(max(width // _SHARE_OF_WORST, 2), width - 1)
       num_partners = min(_NUM_PARTNERS, width - worst)
       a = np.repeat(order[:, width - worst :], num_partners, axis=1)
@@ -152,12 +152,12 @@ def _new_rows(model: CostModel, places: Places, rank, ours, theirs) -> np.ndarra
   place = (rank % model.ranks_per_node)[:, None]
 
   def ranges(members):
-    return (x[members].reshape(len(members), -1) for x in (units.begin, units.end))
+    return tuple(x[members].reshape(len(members), -1) for x in (units.begin, units.end))
 
   def remote(x):  # Keys that the rank has count nothing: positions among all others.
     return x - places.before(place, x)
 
-  needed = _Needed(*ranges(ours), ours.shape[1])
+  needed = _Needed(ranges(ours), ours.shape[1])
   begin, end = ranges(theirs)
   alone, shared, covered = needed.shares(remote, begin, end)
   new = (remote(end) - remote(begin) - covered).reshape(*theirs.shape, -1).sum(axis=2)
@@ -177,10 +177,10 @@ def _new_rows(model: CostModel, places: Places, rank, ours, theirs) -> np.ndarra
 class _Needed:
   """The keys that each rank needs, as segments between the ends of its units' ranges."""
 
-  def __init__(self, begin: np.ndarray, end: np.ndarray, num_units: int):
-    """Both `[ranks, units * ranges]`."""
-    num_ranks, num_ranges = begin.shape
-    points = np.concatenate([begin, end], axis=1)
+  def __init__(self, ranges: tuple[np.ndarray, np.ndarray], num_units: int):
+    """`ranges` are begins and ends, `[ranks, units * ranges]`."""
+    num_ranks, num_ranges = ranges[0].shape
+    points = np.concatenate(ranges, axis=1)
     order = np.argsort(points, axis=1, kind="stable")
     sign = np.where(order < num_ranges, 1, -1)
     unit = order % num_ranges // (num_ranges // num_units)
@@ -230,8 +230,7 @@ class _Needed:
     before = np.zeros_like(points)
     np.cumsum(np.diff(points) * is_in[:, :-1], axis=1, out=before[:, 1:])
     begin, end = (
-      before[self._rank, index]
-      + (value - points[self._rank, index]) * is_in[self._rank, index]
+      before[self._rank, index] + (value - points[self._rank, index]) * is_in[self._rank, index]
       for index, value in ends
     )
     return end - begin
