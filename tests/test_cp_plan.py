@@ -167,7 +167,7 @@ def test_a_million_tokens():
   peak_bytes = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   assert key.stats().balance < 1.05
-  assert peak_bytes < 500e6
+  assert peak_bytes < 200e6
 
 
 def test_plans_are_the_same_every_time():

@@ -9,7 +9,6 @@ import numpy as np
 
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
-from jax_magi._src.context_parallel.assignment import Links
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import (
   TRANSPORTS,
@@ -18,6 +17,7 @@ from jax_magi._src.context_parallel.key import (
   check_key,
   make_key,
 )
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import (
   Dispatch,
   Plan,
@@ -252,7 +252,7 @@ def _make_dispatch(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> Dis
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
     slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
-    of_chunks = assign_by_area(slices, length, size, cp_size, keys, links)
+    of_chunks = assign_by_area(slices, length, size, cp_size, keys, links, ranks.per_node)
     return Dispatch(length, size, cp_size, of_chunks)
   blocks = 2 if dispatch == "zigzag" else 1
   if chunk_size is None:

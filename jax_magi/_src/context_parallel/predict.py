@@ -19,7 +19,7 @@ class Prediction:
   Attributes:
     forward: of the forward pass.
     backward: of the backward pass.
-    kernels: of the kernels of both, if nothing had to move: of the slowest rank in each step.
+    kernels: of the kernels of both, if nothing had to move, on the slowest rank.
   """
 
   forward: float
@@ -63,24 +63,74 @@ def predict(
   def reduce(stage: int, hop: int) -> float:
     return hop_seconds(hops[stage - 1][hop], ranks, links, links.grad_row_bytes)
 
-  slowest = kernels.max(axis=0)  # A step waits for the slowest rank, whose rows others need.
-  is_alone = ranks.count == 1
-  if not overlap_degree or is_alone:
-    path = [] if is_alone else list(range(len(hops[0])))
-    fetch = sum(cast(1, hop) for hop in path)
-    back = sum(reduce(1, hop) for hop in path)
-    forward, backward = slowest.sum(axis=0)
-    fetch_again = 0.0 if keep_remote_kv else fetch
-    return Prediction(forward + fetch, backward + fetch_again + back, forward + backward)
-  counts = [len(path) for path in hops]
-  forward_steps = steps_of(counts)
-  backward_steps = steps_of(counts, is_fetching=not keep_remote_kv, is_backward=True)
-  timed = [
-    _seconds(steps, slowest[:, number], links.stage_seconds[number], cast, reduce, hops)
-    for number, steps in enumerate((forward_steps, backward_steps))
-  ]
-  (forward, forward_kernels), (backward, backward_kernels) = timed
+  if ranks.count == 1:
+    hops, overlap_degree = ((),), 0
+  if not overlap_degree:
+    # One after the other: keys come, all of them are computed with, and gradients return.
+    path = [(1, hop) for hop in range(len(hops[0]))]
+    fetch = [Step(-1, 0, casts=(move,)) for move in path]
+    back = [Step(-1, 0, reduces=(move,)) for move in reversed(path)]
+    kernel = [Step(0, 0)]
+    passes = fetch + kernel, ([] if keep_remote_kv else fetch) + kernel + back
+  else:
+    counts = [len(path) for path in hops]
+    passes = (
+      steps_of(counts),
+      steps_of(counts, is_fetching=not keep_remote_kv, is_backward=True),
+    )
+  results = []
+  for number, steps in enumerate(passes):
+    timeline = _Timeline(ranks, hops, cast, reduce)
+    for step in steps:
+      timeline.add(step, _kernel_seconds(steps, step, kernels[:, :, number], links, number))
+    results.append((timeline.end(), float(timeline.kernels.max())))
+  (forward, forward_kernels), (backward, backward_kernels) = results
   return Prediction(forward, backward, forward_kernels + backward_kernels)
+
+
+def _kernel_seconds(
+  steps: Sequence[Step], step: Step, kernels: np.ndarray, links: Links, number: int
+) -> np.ndarray:
+  """`[ranks]`: the kernel of a step; each part of one that is cut takes a little besides."""
+  if step.stage < 0:
+    return np.zeros(len(kernels))
+  num_parts = num_parts_of(steps, step.stage)
+  besides = links.stage_seconds[number]
+  kernel = kernels[:, step.stage]
+  return np.where(kernel > 0, np.maximum(kernel - besides, 0.0) / num_parts + besides, 0.0)
+
+
+class _Timeline:
+  """When each rank is done with the steps so far. A transfer begins when all of its group do."""
+
+  def __init__(self, ranks: Ranks, hops: Sequence[Sequence[Hop]], cast: Callable, reduce: Callable):
+    self._ranks, self._hops = ranks, hops
+    self._seconds = {"cast": cast, "reduce": reduce}
+    self._now = np.zeros(ranks.count)
+    self.kernels = np.zeros(ranks.count)
+
+  def add(self, step: Step, kernel: np.ndarray) -> None:
+    """One more step: it is done when its kernel and its transfers are."""
+    end = self._now + kernel
+    links: dict[str, np.ndarray] = {}  # When each level is free again.
+    for kind, moves in (("cast", step.casts), ("reduce", step.reduces)):
+      for stage, hop in moves:
+        level = self._hops[stage - 1][hop].level
+        begin = self._of_group(level, links.get(level, self._now))
+        links[level] = begin + self._seconds[kind](stage, hop)
+    self._now = np.max([end, *links.values()], axis=0)
+    self.kernels += kernel
+
+  def _of_group(self, level: str, times: np.ndarray) -> np.ndarray:
+    """The latest of each rank's group."""
+    groups = np.array(self._ranks.groups(level) or [range(self._ranks.count)])
+    latest = np.empty_like(times)
+    latest[groups] = times[groups].max(axis=1, keepdims=True)
+    return latest
+
+  def end(self) -> float:
+    """When the last rank is done."""
+    return float(self._now.max())
 
 
 def stage_seconds(area: np.ndarray, links: Links) -> np.ndarray:
@@ -97,31 +147,3 @@ def hop_seconds(hop: Hop, ranks: Ranks, links: Links, row_bytes: int) -> float:
   if not far and not near:
     return 0.0
   return max(far * row_bytes / links.far, near * row_bytes / links.near) + links.latency
-
-
-def _seconds(
-  steps: Sequence[Step],
-  kernels: np.ndarray,
-  besides: float,
-  cast: Callable[[int, int], float],
-  reduce: Callable[[int, int], float],
-  hops: Sequence[Sequence[Hop]],
-) -> tuple[float, float]:
-  """Of steps, and of their kernels alone. A step takes as long as the longest of what runs in it.
-
-  A kernel in parts takes `besides` once more for each.
-  """
-  total = alone = 0.0
-  for step in steps:
-    num_parts = num_parts_of(steps, step.stage)
-    kernel = kernels[step.stage]
-    if num_parts > 1 and kernel > 0:
-      kernel = (kernel - besides) / num_parts + besides
-    lanes: dict[str, float] = {}
-    for moves, seconds in ((step.casts, cast), (step.reduces, reduce)):
-      for stage, hop in moves:
-        level = hops[stage - 1][hop].level
-        lanes[level] = lanes.get(level, 0.0) + seconds(stage, hop)
-    total += max(kernel, *lanes.values(), 0.0)
-    alone += kernel
-  return float(total), float(alone)

@@ -81,7 +81,7 @@ class Step:
   """A part of a stage's kernel, and the hops beside it.
 
   Attributes:
-    stage: 0 is the rank's own keys.
+    stage: 0 is the rank's own keys; -1, in predictions alone, is no kernel.
     part: which of the stage's parts.
     casts: (stage, hop) of keys on their way in.
     reduces: (stage, hop) of gradients on their way back.
