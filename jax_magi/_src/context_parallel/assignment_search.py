@@ -83,7 +83,13 @@ def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.n
       place = (place + turn * num_partners * 2 + kind // 2 * num_partners) % (width - worst)
       b = order[:, place.reshape(-1)]
   base = np.arange(len(nodes))[:, None] * width
-  return (base + a).reshape(-1), (base + b).reshape(-1)
+  a, b = (base + a).reshape(-1), (base + b).reshape(-1)
+  if kind % 2:
+    # The same share of all ranks, and not of each node's.
+    count = max(len(total) // _SHARE_OF_WORST, 2)
+    is_worst = total[a] >= np.partition(total, -count)[-count]
+    a, b = a[is_worst], b[is_worst]
+  return a, b
 
 
 def _disjoint(gain: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
