@@ -7,7 +7,7 @@ import numpy as np
 from jax_magi._src.context_parallel.assignment_cost import STRIDE, CostModel, Costs, Places
 
 # Rounds of exchanges: fewer for many units, where each takes longer.
-_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 6
+_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 8
 # Rounds in a row without an exchange, after which the search ends.
 _MAX_IDLE = 6
 # An exchange must pay at least that much.
@@ -21,7 +21,7 @@ _MAX_ELEMENTS = 1 << 20
 
 
 def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
-  """The ranks of units after exchanges inside nodes, none of which made a pair more expensive."""
+  """The ranks of units after the exchanges inside nodes that pay."""
   best, costs = ranks, model.costs(ranks)
   least = costs.objective()
   idle = 0
