@@ -7,7 +7,7 @@ import numpy as np
 from jax_magi._src.context_parallel.assignment_cost import STRIDE, CostModel, Costs, Places
 
 # Rounds of exchanges: fewer for many units, where each takes longer.
-_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 6
+_MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 8
 # Rounds in a row without an exchange, after which the search ends.
 _MAX_IDLE = 6
 # An exchange must pay at least that much.
@@ -21,7 +21,7 @@ _MAX_ELEMENTS = 1 << 20
 
 
 def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
-  """The ranks of units after exchanges inside nodes, none of which made a pair more expensive."""
+  """The ranks of units after the exchanges inside nodes that pay."""
   best, costs = ranks, model.costs(ranks)
   least = costs.objective()
   idle = 0
@@ -83,7 +83,13 @@ def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.n
       place = (place + turn * num_partners * 2 + kind // 2 * num_partners) % (width - worst)
       b = order[:, place.reshape(-1)]
   base = np.arange(len(nodes))[:, None] * width
-  return (base + a).reshape(-1), (base + b).reshape(-1)
+  a, b = (base + a).reshape(-1), (base + b).reshape(-1)
+  if kind % 2:
+    # The same share of all ranks, and not of each node's.
+    count = max(len(total) // _SHARE_OF_WORST, 2)
+    is_worst = total[a] >= np.partition(total, -count)[-count]
+    a, b = a[is_worst], b[is_worst]
+  return a, b
 
 
 def _disjoint(gain: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
