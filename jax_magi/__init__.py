@@ -13,6 +13,7 @@ from jax_magi._src.context_parallel.api import (
 )
 from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
 from jax_magi._src.context_parallel.key import Capacities, DistAttnKey
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.make_keys import (
   key_for_new_mask,
   magi_attn_flex_key,
@@ -38,6 +39,7 @@ __all__ = [
   "Capacities",
   "DistAttnKey",
   "FusedScaleMaskSoftmax",
+  "Links",
   "MaskType",
   "PlanStats",
   "SoftmaxExplanation",

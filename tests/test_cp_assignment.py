@@ -7,8 +7,9 @@ import pytest
 
 from jax_magi import AttentionMask
 from jax_magi._src.context_parallel.assignment import by_work
-from jax_magi._src.context_parallel.assignment_cost import CostModel, Links, Places, Units
+from jax_magi._src.context_parallel.assignment_cost import CostModel, Places, Units
 from jax_magi._src.context_parallel.assignment_search import _new_rows
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import assign_by_area, num_chunks
 from tests.test_cp_plan import random_documents
 

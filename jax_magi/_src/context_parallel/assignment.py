@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
+from jax_magi._src.context_parallel.assignment_level import levelled
 from jax_magi._src.context_parallel.assignment_search import improved
 from jax_magi._src.context_parallel.intervals import starts_within
 from jax_magi._src.context_parallel.links import Links
@@ -64,13 +65,14 @@ def by_work(
   if cp_size == 1:
     return contiguous(len(chunks), 1)
   model = CostModel(chunks, cp_size, width, links.near_row, links.far_row, keys)
-  candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
-  if len(chunks) % (2 * cp_size) == 0:
-    candidates.append(zigzag(len(chunks), cp_size))
+  candidates = _simple_candidates(chunks, cp_size)
   costs = [model.costs(ranks) for ranks in candidates]
   if min(c.objective() for c in costs) > _GOOD_ENOUGH * model.least():
-    candidates.append(_near(chunks, cp_size, width, links, keys))
-    costs.append(model.costs(candidates[-1]))
+    found = _near(chunks, cp_size, width, links, keys)
+    if width < cp_size and keys is None:
+      found = levelled(model, found)
+    candidates.append(found)
+    costs.append(model.costs(found))
   best = min(costs, key=lambda c: c.objective())
   good = [
     i
@@ -78,6 +80,14 @@ def by_work(
     if c.objective() <= _SAME_COST * best.objective() and c.rows() <= _SAME_ROWS * best.rows()
   ]
   return candidates[min(good, key=lambda i: (costs[i].imbalance(), costs[i].total.mean()))]
+
+
+def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
+  """Assignments that take no search."""
+  candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
+  if len(chunks) % (2 * cp_size) == 0:
+    candidates.append(zigzag(len(chunks), cp_size))
+  return candidates
 
 
 def _near(chunks: Units, cp_size: int, width: int, links: Links, keys) -> np.ndarray:

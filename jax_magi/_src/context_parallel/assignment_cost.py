@@ -220,6 +220,11 @@ class CostModel:
     of_units = (unit_sent, unit_far_sent) if self.keys is None else (None, None)
     return Costs(load, received, sent, far_received, far_sent, total, *of_units)
 
+  def far_rows(self, ranks: np.ndarray) -> np.ndarray:
+    """`[num_nodes, num_key_chunks]`: rows of each chunk of keys that cross to each node."""
+    width = self.ranks_per_node
+    return self._far_rows(ranks // width, self.owners(ranks) // width)[0]
+
   def _far_rows(self, nodes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows of each chunk of keys that cross, `[num_nodes, num_key_chunks]`, and their sum.
 

@@ -277,10 +277,11 @@ def _rounded(needed: Capacities, chunks_of_rank: int, keys: Dispatch) -> Capacit
   def hop(hop: Hop) -> Hop:
     if hop.kind == "all_gather":
       return hop
-    # Between nodes, a quarter too much counts; inside one, fewer programs are worth half of it.
-    parts = 8 if hop.level == NODE else 4
-    rows = tuple(min(_round_up_to_part(max(size, 1), parts), limit) for size in hop.rows)
-    return dataclasses.replace(hop, rows=rows)
+    # Between nodes, a quarter too much counts. Inside one, fewer programs are worth more than that.
+    half = keys.local_length // 2
+    parts = [8 if hop.level == NODE else 4 if size > half else 1 for size in hop.rows]
+    rows = tuple(map(_round_up_to_part, hop.rows, parts))
+    return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
 
   return Capacities(
     _round_up(max(needed.slices, floor)),

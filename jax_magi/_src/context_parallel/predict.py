@@ -123,7 +123,7 @@ class _Timeline:
 
   def _of_group(self, level: str, times: np.ndarray) -> np.ndarray:
     """The latest of each rank's group."""
-    groups = np.array(self._ranks.groups(level) or [range(self._ranks.count)])
+    groups = np.array(self._ranks.groups(level) or [list(range(self._ranks.count))])
     latest = np.empty_like(times)
     latest[groups] = times[groups].max(axis=1, keepdims=True)
     return latest
