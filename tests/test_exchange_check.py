@@ -74,8 +74,8 @@ def test_other_axes_exchange_side_by_side(axis_type):
   mesh = make_mesh(axis_type, dp=2, cp=2)
   report = jax_magi.check_exchange(mesh, transports=["all_gather", "ragged"], **_SMALL)
   assert report.ok
-  # Each of both groups has two ranks' rows of three keys, in one transfer.
-  assert {x.num_rows for x in report.checks if x.direction == "reduce"} == {2 * 2 * 3 * 32}
+  # Each of both groups has two ranks' rows of eight keys, in one transfer.
+  assert {x.num_rows for x in report.checks if x.direction == "reduce"} == {2 * 2 * 8 * 32}
 
 
 @pytest.mark.usefixtures("one_degree")
@@ -102,7 +102,8 @@ def test_keys_of_a_form_differ_but_share_a_program(per_node, degree):
   rng = np.random.default_rng(0)
   for found in tables.make_tables(transport, Ranks(8, per_node), degree, 64, rng):
     assert len({key.spec for key in found.keys}) == 1
-    assert len({key.take_runs.tobytes() for key in found.keys}) == len(found.keys)
+    assert found.keys[0].spec.transport == found.transport
+    assert len({key.take_runs.tobytes() for key in found.keys}) == len(found.keys) > 1
 
 
 # --- what is wrong ---
@@ -126,13 +127,11 @@ def test_a_dropped_row_is_noticed(monkeypatch):
     return moved.at[0].set(jnp.where(is_last, jnp.zeros_like(moved[0]), moved[0]))
 
   monkeypatch.setattr(transfers, "move", dropping)
-  report = _check(transports=["all_gather", "all_to_all"], seed=3)
+  report = _check(transports=["all_gather", "all_to_all"])
   assert _wrong(report) == {("all_gather", "cast"), ("all_to_all", "cast")}
-  assert all(
-    x.num_wrong <= 3 for x in report.checks
-  )  # The first row that one rank gets, of 3 keys.
+  assert all(x.num_wrong <= 8 for x in report.checks)  # One row of one rank, for each key.
   assert not report.ok
-  with pytest.raises(RuntimeError, match=r"all_gather: [123] of \d+ rows are wrong in cast with"):
+  with pytest.raises(RuntimeError, match=r"all_gather: [1-8] of \d+ rows are wrong in cast with"):
     report.raise_if_faulty()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
   That is 0; 1 if there are faults; 2 if there is nothing to check.
   """
-  options = _parser().parse_args(arguments)
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  if options.png and importlib.util.find_spec("matplotlib") is None:
+    parser.error("--png needs matplotlib: pip install 'jax-magi[plot]'")
   if options.distributed:
     jax.distributed.initialize()
   count = jax.device_count()

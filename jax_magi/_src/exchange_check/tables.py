@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
+from collections import defaultdict
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from jax_magi._src.context_parallel.make_keys import magi_attn_flex_key
 from jax_magi._src.masks.mask import AttentionMask
 
 _CHUNKS_OF_RANK = 4
+# Random draws of each mask below.
+_KEYS_OF_MASK = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,36 +54,33 @@ def make_tables(
     local_rows: about so many rows of each rank.
     rng: draws masks and orders.
   """
-  forms: dict[Any, Tables] = {}
-  for masks in _FORMS[transport]:
-    found = Tables(transport, _make_keys(masks, transport, ranks, overlap_degree, local_rows, rng))
-    # With few ranks, all forms are one.
-    kinds = tuple(tuple((hop.level, hop.kind) for hop in hops) for hops in found.hops)
-    forms.setdefault(kinds, found)
-  return list(forms.values())
-
-
-def _make_keys(masks, transport, ranks, overlap_degree, local_rows, rng) -> tuple[DistAttnKey, ...]:
   chunk_size = max(local_rows // _CHUNKS_OF_RANK, 4)
-  options: dict[str, Any] = {
-    "cp_size": ranks.count,
-    "chunk_size": chunk_size,
-    "overlap_degree": overlap_degree,
-    "transport": transport,
-    "ranks_per_node": ranks.per_node,
-  }
-  if masks == _WINDOWS and transport == "all_to_all":
-    # Only where the planner may choose does a permutation take the place of all_to_all.
-    options.update(transport="auto", ranks_per_node=None)
-  made = [make(rng, ranks.count, chunk_size) for make in masks]
-  keys = [magi_attn_flex_key(mask, dispatch=order, **options) for mask, order in made]
-  capacities = functools.reduce(operator.or_, (key.capacities for key in keys))
-  keys = [
-    magi_attn_flex_key(mask, dispatch=order, capacities=capacities, **options)
-    for mask, order in made
-  ]
-  assert all(key.spec == keys[0].spec and key.spec.transport == transport for key in keys)
-  return tuple(keys)
+  forms = defaultdict(list)
+  for make in _MASKS * _KEYS_OF_MASK:
+    mask, order = make(rng, ranks.count, chunk_size)
+    plan = functools.partial(
+      magi_attn_flex_key,
+      mask,
+      dispatch=order,
+      cp_size=ranks.count,
+      chunk_size=chunk_size,
+      overlap_degree=overlap_degree,
+      transport=transport,
+      ranks_per_node=ranks.per_node,
+    )
+    if make is _window and transport == "all_to_all":
+      # Only where the planner may choose does a permutation take the place of all_to_all.
+      plan = functools.partial(plan, transport="auto", ranks_per_node=None)
+    capacities = plan().capacities
+    kinds = [[(hop.level, hop.kind, hop.shifts) for hop in hops] for hops in capacities.hops]
+    forms[str(kinds)].append((plan, capacities))
+  return [Tables(transport, _of_one_program(form)) for form in forms.values()]
+
+
+def _of_one_program(form) -> tuple[DistAttnKey, ...]:
+  """Keys that travel alike, with room for all."""
+  room = functools.reduce(operator.or_, (capacities for _, capacities in form))
+  return tuple(plan(capacities=room) for plan, _ in form)
 
 
 def _length(num_ranks: int, chunk_size: int) -> int:
@@ -115,26 +114,15 @@ def _shared(rng, num_ranks, chunk_size):
 
 
 def _everything(rng, num_ranks, chunk_size):
-  """All rows to all ranks."""
+  """All rows to all ranks: between nodes, an all-gather takes the place of all_to_all."""
   return AttentionMask.full(_length(num_ranks, chunk_size)), _random_order(rng, num_ranks)
 
 
 def _window(rng, num_ranks, chunk_size):
-  """Rows to the next rank alone."""
+  """Rows to the next rank alone: permutations take the place of all_to_all."""
   left = int(rng.integers(1, 2 * chunk_size))
   mask = AttentionMask.sliding_window(_length(num_ranks, chunk_size), left=left, right=0)
   return mask, "contiguous"
 
 
-_MIXED = (_documents, _shared, _everything)
-# Between nodes, an all-gather takes the place of all_to_all as soon as one mask needs everything.
-_SPARSE = (_documents, _shared, _documents)
-# Permutations take the place of all_to_all.
-_WINDOWS = (_window, _window, _window)
-# Masks of the keys that share a program.
-_FORMS = {
-  "all_to_all": (_MIXED, _WINDOWS),
-  "all_gather": (_MIXED,),
-  "two_level": (_MIXED, _SPARSE, _WINDOWS),
-  "ragged": (_MIXED,),
-}
+_MASKS = (_documents, _shared, _everything, _window)
