@@ -20,6 +20,8 @@ from jax_magi._src.context_parallel.make_keys import (
   magi_attn_varlen_key,
 )
 from jax_magi._src.context_parallel.stats import PlanStats
+from jax_magi._src.exchange_check.api import check_exchange
+from jax_magi._src.exchange_check.report import ExchangeReport
 from jax_magi._src.masks.constructors import MaskType
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.softmax.api import (
@@ -38,6 +40,7 @@ __all__ = [
   "AttnForwardMeta",
   "Capacities",
   "DistAttnKey",
+  "ExchangeReport",
   "FusedScaleMaskSoftmax",
   "Links",
   "MaskType",
@@ -46,6 +49,7 @@ __all__ = [
   "__version__",
   "attention",
   "calc_attn",
+  "check_exchange",
   "context_parallel_attention",
   "dispatch",
   "dot_product_attention",

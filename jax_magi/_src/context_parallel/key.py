@@ -24,7 +24,8 @@ SENT, RECEIVED = range(2)
 class Capacities:
   """How much a compiled step has room for. Keys of equal capacities share it.
 
-  `a | b` has room for what fits either; a key is made for it with `capacities=`.
+  `a | b` has room for both, and keys are made for it with `capacities=`. Where the two travel by
+  different collectives, a mask may then need more runs than before, and making its key says so.
 
   Attributes:
     slices: slices of a rank and stage.

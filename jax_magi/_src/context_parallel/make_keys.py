@@ -104,7 +104,7 @@ def magi_attn_flex_key(
     size = _chunk_size("total_seqlen_k", None, mask.k_len, cp_size)
     count = num_chunks(mask.k_len, size, cp_size)
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
-  ranks = _check_ranks(cp_size, ranks_per_node)
+  ranks = check_ranks(cp_size, ranks_per_node)
   links = links or Links()
   queries = _make_dispatch(mask, ranks, chunk_size, dispatch, keys, links)
   return _plan_key(
@@ -230,7 +230,7 @@ def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
   return 1 << (wanted.bit_length() - 1)
 
 
-def _check_ranks(cp_size: int, per_node: Any) -> Ranks:
+def check_ranks(cp_size: int, per_node: Any) -> Ranks:
   """The ranks and their nodes."""
   if per_node is None:
     return Ranks(cp_size, cp_size)

@@ -21,11 +21,11 @@ from jax_magi._src.context_parallel.intervals import (
   starts_within,
   union,
 )
+from jax_magi._src.context_parallel.legs import Rows
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.local_slices import merged, moved, shown_keys
 from jax_magi._src.context_parallel.routes import (
   NEARLY_ALL,
-  Rows,
   Runs,
   find_routes,
   gathers_nodes,
