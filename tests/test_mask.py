@@ -107,6 +107,14 @@ def test_grouped_by_keys_block_causal():
   assert grouped_by_keys(documents) is documents
 
 
+def test_grouped_by_keys_joins_neighbours_and_never_makes_more_slices():
+  ranges = [[0, 4], [4, 8], [4, 8]], [[0, 8], [0, 4], [4, 8]]
+  square = AttentionMask.from_ranges(*ranges)
+  np.testing.assert_array_equal(grouped_by_keys(np.asarray(square.slices))[:, :4], [[0, 8, 0, 8]])
+  stairs = np.asarray(AttentionMask.from_ranges([[0, 4], [4, 8]], [[0, 4], [2, 6]]).slices)
+  assert grouped_by_keys(stairs) is stairs  # Three key ranges would need a slice each.
+
+
 @pytest.mark.parametrize(
   "question,answers",
   [(3, [2, 4]), (3, [2, 0, 4, 1]), (5, [0, 3]), (0, [2, 2]), (4, [3]), (4, []), (0, [])],
