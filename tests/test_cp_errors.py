@@ -1,5 +1,7 @@
 """Mistakes with keys, dispatched arrays and meshes are named."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_magi
-from jax_magi import AttentionMask, Capacities, magi_attn_flex_key, stack_keys
+from jax_magi import AttentionMask, magi_attn_flex_key, stack_keys
 from tests.cp_runs import make_mesh
 
 _MASK = AttentionMask.causal(64)
@@ -28,8 +30,7 @@ def _rank(key):
 
 
 def _capacities(**changes):
-  have = _key(all_gather=False).capacities
-  return Capacities(**{"slices": have.slices, "rows": have.rows, "runs": have.runs, **changes})
+  return dataclasses.replace(_key(transport="all_to_all").capacities, **changes)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,25 @@ def _capacities(**changes):
     (_traced(lambda s: magi_attn_flex_key(AttentionMask(s, 64, 64), cp_size=2)), "outside of jit"),
     (_traced(lambda s: _key(dispatch=s[0, :2])), "dispatch must be concrete, got a traced array"),
     (lambda: _key(dispatch=[0, 1], chunk_size=16), "2 chunks of 16 tokens, too few for .*=64"),
-    (lambda: _key(capacities=_capacities(), all_gather=True), "capacities say otherwise"),
+    (
+      lambda: _key(capacities=_capacities(), transport="all_gather"),
+      "capacities are of transport 'all_to_all', but transport is 'all_gather'",
+    ),
     (lambda: jax_magi.key_for_new_mask(_rank(_key()), _MASK), "concrete one of all 2 ranks"),
     (lambda: stack_keys([]), "keys must hold at least one key"),
-    (lambda: stack_keys([_key(), _key(overlap_degree=2)]), r"alike, but 0 is DistAttnKey\(64 x 64"),
-    (lambda: stack_keys([_key(all_gather=True), _key(all_gather=False)]), "have no union"),
-    (lambda: stack_keys([_key(all_gather=False)], _capacities(rows=1)), "has no room for"),
+    (lambda: stack_keys([_key(), _key(overlap_degree=2)]), "have no union"),
+    (
+      lambda: stack_keys([_key(chunk_size=16), _key(chunk_size=32)]),
+      r"alike, but 0 is DistAttnKey\(64 x 64",
+    ),
+    (
+      lambda: stack_keys([_key(transport="all_gather"), _key(transport="all_to_all")]),
+      "would travel in another way",
+    ),
+    (
+      lambda: stack_keys([_key(transport="all_to_all")], _capacities(rows=(1,))),
+      "has no room for",
+    ),
     (lambda: _rank(_key()).stats(), "stats needs one concrete key of all 2 ranks"),
   ],
 )
