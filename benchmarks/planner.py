@@ -15,7 +15,8 @@ import numpy as np
 import jax_magi
 from benchmarks.context_parallel import documents, shared_questions
 from jax_magi import AttentionMask
-from jax_magi._src.context_parallel.assignment_cost import CostModel, Links, Units
+from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.local_slices import shown_keys
 from jax_magi._src.context_parallel.plan import _pieces, assign_by_area, num_chunks
 from jax_magi._src.masks.slices import area_of
@@ -55,7 +56,7 @@ def measure(name: str, width: int | None, whole_keys: bool) -> str:
     width = None
 
   def plan():
-    return assign_by_area(slices, mask.q_len, chunk_size, cp_size, None, Links(), width)
+    return assign_by_area(slices, mask.q_len, chunk_size, cp_size, None, Links(), width)[0]
 
   def key():
     return jax_magi.magi_attn_flex_key(mask, cp_size=cp_size, chunk_size=chunk_size)

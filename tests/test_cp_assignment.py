@@ -99,9 +99,9 @@ def test_exchanges_are_foreseen(width):
 def test_all_ranks_have_equally_many_chunks(chunks_of_rank, cp_size, width):
   count = chunks_of_rank * cp_size
   units, _ = _random_units(0, count, 4, count * 4)
-  ranks = by_work(units, cp_size, Links(), width)
-  assert ranks.dtype == np.int32
-  np.testing.assert_array_equal(np.bincount(ranks), chunks_of_rank)
+  for ranks in by_work(units, cp_size, Links(), width):
+    assert ranks.dtype == np.int32
+    np.testing.assert_array_equal(np.bincount(ranks), chunks_of_rank)
 
 
 def test_rows_cross_to_other_nodes_less_if_nodes_are_known():
@@ -111,7 +111,7 @@ def test_rows_cross_to_other_nodes_less_if_nodes_are_known():
     slices = AttentionMask.from_cu_seqlens(documents, causal=True).slices.astype(np.int64)
     crossing = []
     for width in (None, 8):
-      ranks = assign_by_area(slices, documents[-1], size, cp_size, None, Links(), width)
+      ranks = assign_by_area(slices, documents[-1], size, cp_size, None, Links(), width)[0]
       begins, ends = np.array(documents[:-1]), np.array(documents[1:])
       chunk = np.arange(len(ranks))
       document = np.searchsorted(ends, chunk * size, side="right")
@@ -141,7 +141,7 @@ def test_memory_of_many_chunks(name):
   mask, cp_size, chunk_size, width = MANY[name]
   slices = mask.slices.astype(np.int64)
   tracemalloc.start()
-  ranks = assign_by_area(slices, mask.q_len, chunk_size, cp_size, None, Links(), width)
+  ranks = assign_by_area(slices, mask.q_len, chunk_size, cp_size, None, Links(), width)[0]
   peak_bytes = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   assert len(ranks) == num_chunks(mask.q_len, chunk_size, cp_size) == 16384

@@ -19,6 +19,8 @@ from jax_magi._src.context_parallel.links import Links
 
 # Of candidates that cost and move up to so much more than the best, the most even one is taken.
 _SAME_COST, _SAME_ROWS = 1.02, 1.1
+# Candidates that cost up to so much more are planned, too.
+_WORTH_A_PLAN = 1.25
 # Nothing is searched if a simple candidate costs at most so much more than what is possible at all.
 _GOOD_ENOUGH = 1.02
 # Units that become one in the next coarser search.
@@ -51,8 +53,11 @@ def by_work(
   links: Links,
   ranks_per_node: int | None = None,
   keys: tuple[np.ndarray, np.ndarray] | None = None,
-) -> np.ndarray:
-  """int32 `[num_chunks]`: the rank of each chunk; all ranks have equally many.
+) -> list[np.ndarray]:
+  """int32 `[num_chunks]`, the rank of each chunk, in a few ways; all ranks have equally many.
+
+  The first is the best by the rows that are needed. Others may be better once these are padded:
+  `make_plan` tells.
 
   Args:
     chunks: units of one chunk.
@@ -63,27 +68,39 @@ def by_work(
   """
   width = ranks_per_node or cp_size
   if cp_size == 1:
-    return contiguous(len(chunks), 1)
+    return [contiguous(len(chunks), 1)]
   model = CostModel(chunks, cp_size, width, links.near_row, links.far_row, keys)
   candidates = _simple_candidates(chunks, cp_size)
   costs = [model.costs(ranks) for ranks in candidates]
+  searched: list[np.ndarray] = []
   if min(c.objective() for c in costs) > _GOOD_ENOUGH * model.least():
     found = _near(chunks, cp_size, width, links, keys)
+    searched = [found]
     if width < cp_size and keys is None:
-      found = levelled(model, found)
-    candidates.append(found)
-    costs.append(model.costs(found))
+      searched.append(levelled(model, found))
+    candidates += searched
+    costs += [model.costs(ranks) for ranks in searched]
   best = min(costs, key=lambda c: c.objective())
   good = [
     i
     for i, c in enumerate(costs)
     if c.objective() <= _SAME_COST * best.objective() and c.rows() <= _SAME_ROWS * best.rows()
   ]
-  return candidates[min(good, key=lambda i: (costs[i].imbalance(), costs[i].total.mean()))]
+  first = min(good, key=lambda i: (costs[i].imbalance(), costs[i].total.mean()))
+  num_simple = len(candidates) - len(searched)
+  if first < num_simple:
+    return [candidates[first]]
+  # Not largest first: its chunks lie apart, and a plan of so many ranges takes long.
+  others = [
+    i
+    for i in (0, *range(num_simple, len(costs)))
+    if i != first and costs[i].objective() <= _WORTH_A_PLAN * best.objective()
+  ]
+  return [candidates[i] for i in (first, *others)]
 
 
 def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
-  """Assignments that take no search."""
+  """Assignments that take no search: in order, largest first, and in two blocks if they fit."""
   candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
   if len(chunks) % (2 * cp_size) == 0:
     candidates.append(zigzag(len(chunks), cp_size))

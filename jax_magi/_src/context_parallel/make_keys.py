@@ -106,10 +106,8 @@ def magi_attn_flex_key(
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
   ranks = check_ranks(cp_size, ranks_per_node)
   links = links or Links()
-  queries = _make_dispatch(mask, ranks, chunk_size, dispatch, keys, links)
-  return _plan_key(
-    mask, queries, keys or queries, overlap_degree, capacities, transport, ranks, links
-  )
+  sides = [(x, keys or x) for x in _dispatches(mask, ranks, chunk_size, dispatch, keys, links)]
+  return _plan_key(mask, sides, overlap_degree, capacities, transport, ranks, links)
 
 
 def magi_attn_varlen_key(
@@ -173,7 +171,8 @@ def key_for_new_mask(
   if spec.is_cross:
     keys = _dispatch_of(key.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
   degree = spec.overlap_degree if overlap_degree is None else overlap_degree
-  return _plan_key(mask, queries, keys, degree, capacities, transport, spec.ranks, links or Links())
+  sides = [(queries, keys)]
+  return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, links or Links())
 
 
 def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
@@ -240,20 +239,20 @@ def check_ranks(cp_size: int, per_node: Any) -> Ranks:
   return Ranks(cp_size, per_node)
 
 
-def _make_dispatch(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> Dispatch:
-  """Queries over ranks; and keys too, if `keys` is None."""
+def _dispatches(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> list[Dispatch]:
+  """Queries over ranks, in ways to choose from; and keys too, if `keys` is None."""
   length, cp_size = mask.q_len, ranks.count
   if not isinstance(dispatch, str):
     of_chunks = as_int32("dispatch", dispatch, ("num_chunks",))
     if not isinstance(of_chunks, np.ndarray):
       raise ValueError("dispatch must be concrete, got a traced array")
-    return _explicit_dispatch(of_chunks, length, cp_size, chunk_size)
+    return [_explicit_dispatch(of_chunks, length, cp_size, chunk_size)]
   check_choice("dispatch", dispatch, ("area", "zigzag", "contiguous"))
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
     slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
-    of_chunks = assign_by_area(slices, length, size, cp_size, keys, links, ranks.per_node)
-    return Dispatch(length, size, cp_size, of_chunks)
+    ways = assign_by_area(slices, length, size, cp_size, keys, links, ranks.per_node)
+    return [Dispatch(length, size, cp_size, way) for way in ways]
   blocks = 2 if dispatch == "zigzag" else 1
   if chunk_size is None:
     _check_positive("total_seqlen", length)
@@ -262,7 +261,7 @@ def _make_dispatch(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> Dis
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
   count = num_chunks(length, size, cp_size, blocks)
   assign = assignment.zigzag if dispatch == "zigzag" else assignment.contiguous
-  return Dispatch(length, size, cp_size, assign(count, cp_size))
+  return [Dispatch(length, size, cp_size, assign(count, cp_size))]
 
 
 def _explicit_dispatch(ranks: np.ndarray, length: int, cp_size: int, chunk_size: Any) -> Dispatch:
@@ -293,8 +292,9 @@ def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dis
 
 
 def _plan_key(
-  mask, queries, keys, overlap_degree, capacities, transport, ranks: Ranks, links
+  mask, sides, overlap_degree, capacities, transport, ranks: Ranks, links
 ) -> DistAttnKey:
+  """The key of the plan that is predicted to finish first, of several dispatches and degrees."""
   check_choice("transport", transport, ("auto", *TRANSPORTS))
   if transport == "ragged" and ranks.num_nodes > 1:
     raise ValueError(
@@ -313,8 +313,15 @@ def _plan_key(
     degrees, hops = (capacities.overlap_degree,), capacities.hops
     transport = _transport_of(capacities, transport, ranks)
   slices = np.asarray(mask.slices)
-  plans = [make_plan(slices, queries, keys, d, ranks, transport, hops, links) for d in degrees]
-  return make_key(min(plans, key=lambda plan: _seconds(plan, links)), queries, keys, capacities)
+  if hops is not None:
+    sides = sides[:1]  # Others may need more room than there is.
+  choices = [
+    (make_plan(slices, queries, keys, degree, ranks, transport, hops, links), queries, keys)
+    for queries, keys in sides
+    for degree in degrees
+  ]
+  plan, queries, keys = min(choices, key=lambda choice: _seconds(choice[0], links))
+  return make_key(plan, queries, keys, capacities)
 
 
 def _check_degree(degree: Any) -> tuple[int, ...]:

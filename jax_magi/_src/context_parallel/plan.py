@@ -92,8 +92,10 @@ def assign_by_area(
   keys: Dispatch | None,
   links: Links,
   ranks_per_node: int | None = None,
-) -> np.ndarray:
+) -> list[np.ndarray]:
   """int32: the rank of each chunk of queries, and of the keys of the same number if keys is None.
+
+  There are several, the most promising first.
 
   Args:
     slices: int64 `[num_slices, 6]`.
