@@ -278,7 +278,9 @@ struct BackwardBlock {
       const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
       offset[r] = (row * params.num_kv_heads + tile.kv_head) * dim + first_column;
     }
-    if (Config::kCutsHeads || params.is_float) {
+    // Always so where heads are cut. But without the question ptxas asks in the main loop, behind a
+    // wait, whether a block is masked.
+    if (params.is_float) {
       float* base = static_cast<float*>(out);
       float* const rows[2] = {base + offset[0], base + offset[1]};
       if (Config::kCutsHeads && tile.pack_in_head) {

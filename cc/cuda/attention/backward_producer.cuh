@@ -49,13 +49,12 @@ struct BackwardProducer {
     if constexpr (Config::kCutsHeads) {
       const HeadCutParams& cuts = params.head_cuts;
       WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
-      shared.head_cuts.Start(params.work, cuts, lane);
+      HeadCutWork& all = shared.item.all;
+      all.Start(params.work, cuts, lane);
       ForEachWork(
-          lane, shared.item, first, [&](uint32_t number) { return shared.head_cuts.Has(number); },
-          [&](uint32_t number) {
-            shared.head_cuts.Find(params.work, cuts, number, lane, shared.item);
-          },
-          load, next);
+          lane, shared.item, first, [&](uint32_t number) { return all.Has(number); },
+          [&](uint32_t number) { all.Find(params.work, cuts, number, lane, shared.item); }, load,
+          next);
     } else {
       ForEachWork(params.work, lane, shared.item, first, load, next);
     }

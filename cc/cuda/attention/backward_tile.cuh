@@ -83,18 +83,9 @@ struct BackwardCluster {
 template <>
 struct BackwardCluster<false> {};
 
-// What it has where heads are cut.
-template <bool kCutsHeads>
-struct BackwardCuts {
-  HeadCutWork head_cuts;
-};
-template <>
-struct BackwardCuts<false> {};
-
 template <typename Config>
 struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
-                        BackwardCluster<(Config::kClusterSize > 1)>,
-                        BackwardCuts<Config::kCutsHeads> {
+                        BackwardCluster<(Config::kClusterSize > 1)> {
   static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
   using Element = typename Config::Element;
   alignas(1024) Element row_x[Config::kRowStages][Config::kBlockRows * Config::kHeadDim];
@@ -109,7 +100,7 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
   BlockInfo block[kXStages];
   DqTarget target[kXStages];
   RowTileInfo tile[Config::kRowStages];
-  WorkItem item;             // The producer's own.
+  std::conditional_t<Config::kCutsHeads, HeadCutItem, WorkItem> item;  // The producer's own.
   DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.

@@ -81,6 +81,11 @@ struct HeadCutWork {
   }
 };
 
+// An item, and what it is found by.
+struct HeadCutItem : WorkItem {
+  HeadCutWork all;
+};
+
 }  // namespace jax_magi::cuda
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_HEAD_CUTS_CUH_
