@@ -127,7 +127,8 @@ struct AttentionCall {
   bool has_bias = false, has_alibi = false;
   BiasLayout bias_layout{};  // Where there is a bias.
   bool wants_dbias = false, wants_dslopes = false;
-  bool sums_dq = false;  // Over several calls.
+  bool sums_dq = false;          // Over several calls.
+  bool has_float_grads = false;  // Those of k and v are float32; else they are of dtype.
 };
 
 // What a device asks of the caller for it.

@@ -27,7 +27,7 @@ from jax_magi import AttentionMask
 from tests.accuracy import check_attention, make_inputs
 from tests.needs import forward_in_clusters
 from tests.softmax_cases import SoftmaxCase, check_softmax
-from tests.stages import check_stages
+from tests.stages import check_stages, mask_of_weights
 
 _UNEVEN = AttentionMask.from_ranges(
   [[0, 33], [40, 41], [50, 150]], [[0, 70], [3, 9], [60, 161]], [1, 0, 3], q_len=150, k_len=161
@@ -63,9 +63,9 @@ def _in_clusters(mask):
     _attention((128, 128), mask, deterministic=False, sm_margin=130)
 
 
-def _stages(dims, mask, deterministic, **options):
+def _stages(dims, mask, deterministic, heads=(4, 2), **options):
   """Three calls, each with a third of the keys, that go on with each other's results."""
-  shape = (mask.q_len, mask.k_len, 4, 2, *dims)
+  shape = (mask.q_len, mask.k_len, *heads, *dims)
   inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, *shape, num_sinks=0)
   cuts = [i * mask.k_len // 3 for i in range(4)]
   bounds = list(itertools.pairwise(cuts))[::-1]
@@ -151,6 +151,11 @@ def _cases():
   for dims in _DIMS:
     for name, mask in {**_MASKS, "parts": AttentionMask.full(130, 3900)}.items():
       yield f"stages-{dims[0]}-{name}", functools.partial(_stages, dims, mask, False)
+    # Tiles of keys whose query heads are cut: for some, into parts of several.
+    yield (
+      f"stages-{dims[0]}-head_cuts",
+      functools.partial(_stages, dims, mask_of_weights(80), False, heads=(6, 1)),
+    )
     yield f"stages-{dims[0]}-deterministic", functools.partial(_stages, dims, _UNEVEN, True)
     yield f"stages-{dims[0]}-softcap", functools.partial(_stages, dims, _UNEVEN, False, softcap=3.0)
   for name, mask in (("long", AttentionMask.full(300, 1100)), ("uneven", _UNEVEN)):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_magi import AttentionMask
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from tests.accuracy import check_results, named_results
@@ -69,6 +70,22 @@ def check_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options
   ours = run_stages(config, tuple(bounds), inputs.operands, inputs.cotangents, slices)
   check_results(ours, inputs, mask, **({"softcap": softcap} if softcap else {}))
   return ours
+
+
+def mask_of_weights(columns, padding=0):
+  """Tiles of 128 keys and fewer that meet 0 to 20 blocks of `columns` queries, in no order.
+
+  Some are of a diagonal, and of some no query sees all keys. `padding` keys behind them are hidden.
+  """
+  slices, k_len = [], 0
+  for num_blocks in (2, 17, 5, 9, 0, 20, 15, 16, 4, 8, 1):
+    q_end = columns * num_blocks - 3
+    if num_blocks > 0:
+      keys = (k_len + num_blocks % 2, k_len + 100)
+      slices.append((0, q_end, *keys, -(2**30), 2**30 if num_blocks != 20 else k_len + 60))
+    k_len += 128
+  q_len = 20 * columns
+  return AttentionMask(np.array(slices, np.int32), q_len, k_len + 37 + padding)
 
 
 def random_bounds(rng, k_len):

@@ -30,6 +30,7 @@ MASKS = {
 def _tiles(mask, **call):
   words = np.frombuffer(hopper_needs(mask, **call).tile_list, np.int32).reshape(-1, 8)
   assert words[0, 0] == len(words) - 1
+  assert (words[0, 2:] == 0).all(), "the device alone tells heavy tiles"
   batch, begin, num_rows, num_blocks = words[1:, :4].T
   assert (batch == 0).all()
   assert words[0, 1] == num_blocks[-1]
@@ -239,6 +240,28 @@ def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
   else:  # Uneven tiles: those of one wave would end with the heaviest.
     assert parts == 6 or num_tiles * parts > 132
   assert parts == 1 or num_tiles < 8 * 132, "with plenty of tiles, sums are in vain"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [512, 2048])
+def test_tiles_that_are_cut_by_the_device_have_no_parts(length, head_dim):
+  """Where dk and dv are float32 and the mask is not known: they are added to memory."""
+  mask = AttentionMask.causal(length)
+  options = {"is_backward": True, "group": 6, "head_dim": head_dim, "num_kv_heads": 1}
+  traced = {"static_slices": None, "has_float_grads": True}
+  one_part = hopper_needs(mask, **options | {"group": 1}, **traced)
+  needs = hopper_needs(mask, **options, **traced)
+  assert needs.num_dkv_parts == one_part.num_dkv_parts == 1
+  # But for the counter, as much for each query head.
+  assert needs.workspace_bytes - 32 == 6 * (one_part.workspace_bytes - 32)
+  slopes = {"has_alibi": True} if head_dim <= 128 else {"deterministic": True}
+  for changes in (
+    {"has_float_grads": False},
+    {"deterministic": True},
+    {"static_slices": np.asarray(mask.slices).tobytes()},
+    slopes,
+  ):
+    assert hopper_needs(mask, **options, **traced | changes).num_dkv_parts > 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

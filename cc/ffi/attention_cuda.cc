@@ -1,6 +1,7 @@
 // FFI handlers of the CUDA kernels: decode, check, call.
 
 #include "cc/cuda/attention/attention.h"
+#include "cc/cuda/attention/head_cuts.h"
 #include "cc/cuda/attention/term_gradients.h"
 #include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
@@ -53,6 +54,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
   *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
               cuda::BlocksOfStamp(tile_stamp),
               in_clusters,
+              /*cuts_heads=*/false,
               workspace.untyped_data(),
               sm_margin,
               stream};
@@ -126,6 +128,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   call.wants_dbias = args.dbias != nullptr;
   call.wants_dslopes = args.dslopes != nullptr;
   call.sums_dq = args.dq_sum != nullptr;
+  call.has_float_grads = args.dkv_dtype == DType::kF32;
   if (call.wants_dbias) {
     const bool is_summed = cuda::IsDbiasSummed(args.shape, args.bias_layout, args.dtype);
     if (is_summed && args.dbias_dtype != DType::kF32) {
@@ -141,8 +144,12 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
       DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
   const int64_t more =
       static_cast<int64_t>(workspace->size_bytes()) - cuda::LayoutOf(call).workspace_bytes;
-  return ToError(context, cuda::AttentionBackward(args, cuda::NumPartsIn(args.shape, more),
-                                                  deterministic, options));
+  const int num_parts = cuda::NumPartsIn(args.shape, more);
+  // The stamp of a known list says how many blocks it has. One without blocks is not cut either
+  // way.
+  options.cuts_heads =
+      num_parts == 1 && cuda::CutsHeads(call, /*is_mask_known=*/options.num_blocks > 0);
+  return ToError(context, cuda::AttentionBackward(args, num_parts, deterministic, options));
 }
 
 ffi::Error FinishDq(cudaStream_t stream, ffi::AnyBuffer sum, ffi::Result<ffi::AnyBuffer> dq,

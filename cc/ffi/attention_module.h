@@ -42,7 +42,8 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       [needs](nb::tuple q_shape, nb::tuple k_shape, int64_t value_dim, nb::tuple slices_shape,
               const std::string& dtype, bool has_softcap, bool is_backward, bool deterministic,
               nb::object static_slices, nb::object bias_shape, const std::string& bias_dtype,
-              bool has_alibi, bool wants_dbias, bool wants_dslopes, bool sums_dq) {
+              bool has_alibi, bool wants_dbias, bool wants_dslopes, bool sums_dq,
+              bool has_float_grads) {
         const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
         const AttentionShape shape{/*batch=*/at(q_shape, 0),
                                    /*q_len=*/at(q_shape, 1),
@@ -72,6 +73,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
         call.wants_dbias = wants_dbias;
         call.wants_dslopes = wants_dslopes;
         call.sums_dq = sums_dq;
+        call.has_float_grads = has_float_grads;
         return needs(call, slices);
       },
       nb::kw_only(), nb::arg("q_shape"), nb::arg("k_shape"), nb::arg("value_dim"),
@@ -79,7 +81,8 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       nb::arg("deterministic"), nb::arg("static_slices").none(),
       nb::arg("bias_shape").none() = nb::none(), nb::arg("bias_dtype") = "float32",
       nb::arg("has_alibi") = false, nb::arg("wants_dbias") = false,
-      nb::arg("wants_dslopes") = false, nb::arg("sums_dq") = false);
+      nb::arg("wants_dslopes") = false, nb::arg("sums_dq") = false,
+      nb::arg("has_float_grads") = false);
 }
 
 }  // namespace jax_magi

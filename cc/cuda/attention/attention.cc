@@ -6,6 +6,7 @@
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
 #include "cc/cuda/attention/dq_order.h"
+#include "cc/cuda/attention/head_cuts.h"
 #include "cc/cuda/attention/key_parts.h"
 #include "cc/cuda/attention/term_gradients.h"
 #include "cc/cuda/attention/tile_plan.h"
@@ -234,7 +235,9 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   }
   if (call.is_backward) {
     needs.dq_sum_words = layout.dq_sum_words;
-    needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);
+    if (!CutsHeads(call, /*is_mask_known=*/slices != nullptr)) {
+      needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);
+    }
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);

@@ -19,6 +19,7 @@ struct LaunchOptions {
   const TileList* tile_list;
   int64_t num_blocks;  // Of all its tiles, about, as its stamp says; 0: not known.
   bool in_clusters;    // Of the backward kernel.
+  bool cuts_heads;     // The backward kernel may cut tiles: see head_cuts.h.
   void* workspace;     // As many bytes as AttentionNeeds says.
   int sm_margin;
   cudaStream_t stream;

@@ -273,14 +273,21 @@ struct BackwardBlock {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       is_own[r] = Row(r) < tile.num_rows;
-      const int64_t batch = int64_t{tile.pack_in_head} * params.batch + tile.batch;
+      const int part = Config::kCutsHeads ? 0 : tile.pack_in_head;
+      const int64_t batch = int64_t{part} * params.batch + tile.batch;
       const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
       offset[r] = (row * params.num_kv_heads + tile.kv_head) * dim + first_column;
     }
+    // Always so where heads are cut. But without the question ptxas asks in the main loop, behind a
+    // wait, whether a block is masked.
     if (params.is_float) {
       float* base = static_cast<float*>(out);
       float* const rows[2] = {base + offset[0], base + offset[1]};
-      StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+      if (Config::kCutsHeads && tile.pack_in_head) {
+        AddFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+      } else {
+        StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+      }
     } else {
       Element* base = static_cast<Element*>(out);
       Element* const rows[2] = {base + offset[0], base + offset[1]};

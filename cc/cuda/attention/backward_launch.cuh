@@ -94,6 +94,12 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   params.dx = args.dk;
   params.dy = args.dv;
   params.is_float = args.dkv_dtype == DType::kF32;
+  int parts_of_tile = num_packs;
+  if constexpr (Config::kCutsHeads) {
+    params.head_cuts = {HeadCuts(params.group), static_cast<uint32_t>(params.group),
+                        static_cast<uint32_t>(num_kv_heads), kWorkPerSection};
+    parts_of_tile *= static_cast<int>(params.head_cuts.cuts.num_parts[0]);
+  }
   if constexpr (Config::kHasTerms) {
     params.terms = TermsOf(args);
     params.gradients = gradients;
@@ -112,7 +118,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
   return LaunchPersistent<BackwardKernel<Config>, Config::kClusterSize>(
       params, Config::kNumThreads, kSharedBytes,
-      MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
+      MaxTiles(shape, kTiling) * params.work.num_repeats * parts_of_tile, options);
 }
 
 // The workspace: the sum of dq, unless it is the caller's, its order, parts of dk and dv,
@@ -171,8 +177,13 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   }
   const auto [args, sum, order, zeros, parts, statistics, rest] =
       SplitWorkspace(call, kBackwardTiling<Config>, kNumPanels, num_parts, deterministic, options);
+  AddedTiles added{};
+  if constexpr (Config::kCutsHeads) {
+    added = {options.tile_list, NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
+             kBackwardTiling<Config>.num_rows};
+  }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
-      args, zeros, statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
+      args, zeros, added, statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
   if (shape.k_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
         LaunchBackwardKernel<Config>(args, num_parts, statistics, sum.data, order, rest));
@@ -184,13 +195,19 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
 // Calls use() with the configuration for the call; one without clusters, where there is none with
 // them.
 template <int kHeadDim, typename Element, typename Use>
-auto WithBackwardConfig(bool has_softcap, bool in_clusters, Use use) {
-  if (has_softcap) return use(BackwardConfig<kHeadDim, Element, true>());
+auto WithBackwardConfig(bool has_softcap, bool in_clusters, bool cuts_heads, Use use) {
+  const auto with_cuts = [&](auto softcap) {
+    constexpr bool kHasSoftcap = decltype(softcap)::value;
+    using Tile = BackwardTile<kHeadDim, kHasSoftcap>;
+    if (cuts_heads) return use(BackwardConfig<kHeadDim, Element, kHasSoftcap, Tile, 1, true>());
+    return use(BackwardConfig<kHeadDim, Element, kHasSoftcap>());
+  };
+  if (has_softcap) return with_cuts(std::true_type());
   if constexpr (kHeadDim <= 128) {
     using Tile = BackwardTile<kHeadDim, false>;
     if (in_clusters) return use(BackwardConfig<kHeadDim, Element, false, Tile, 2>());
   }
-  return use(BackwardConfig<kHeadDim, Element, false>());
+  return with_cuts(std::false_type());
 }
 
 template <int kHeadDim, typename Element>
@@ -198,7 +215,7 @@ Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int 
                                                   bool deterministic,
                                                   const LaunchOptions& options) {
   return WithBackwardConfig<kHeadDim, Element>(
-      args.params.softcap != 0.0f, options.in_clusters, [&](auto config) {
+      args.params.softcap != 0.0f, options.in_clusters, options.cuts_heads, [&](auto config) {
         return LaunchBackward<decltype(config)>(args, num_parts, deterministic, options);
       });
 }
@@ -206,7 +223,8 @@ Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int 
 template <int kHeadDim, typename Element>
 Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
   return WithBackwardConfig<kHeadDim, Element>(
-      has_softcap, in_clusters, [](auto config) { return kBackwardTiling<decltype(config)>; });
+      has_softcap, in_clusters, /*cuts_heads=*/false,
+      [](auto config) { return kBackwardTiling<decltype(config)>; });
 }
 
 }  // namespace jax_magi::cuda

@@ -18,8 +18,18 @@ struct PrepareArgs {
   uint32_t num_statistics, num_statistic_blocks;
   float4* zeros;
   int64_t num_zero_vectors;
+  uint32_t num_zero_blocks;
+  AddedTiles added;
+  uint32_t num_repeats;             // Batch elements that a tile of the list serves.
+  uint32_t k_len;                   // Rows of a batch element.
+  float4 *dk, *dv;                  // [batch, k_len, row]
+  uint32_t dk_vectors, dv_vectors;  // Of a row: all kv heads.
   WorkCounter* counter;
 };
+
+// Blocks of threads that fill rows of tiles with zeros, however many these are, and rows that one
+// of them has at a time. Enough for a memory of 5 TB/s; not tuned.
+constexpr int kAddedBlocks = 4 * 132, kRowsAtOnce = 8;
 
 // Neighbours have the same eight queries of neighbouring heads, as lse has them side by side.
 __device__ __forceinline__ void MakeStatistic(const PrepareArgs& args) {
@@ -40,6 +50,30 @@ __device__ __forceinline__ void MakeStatistic(const PrepareArgs& args) {
   args.statistics[(int64_t{batch} * args.num_q_heads + head) * args.num_eights + eight] = statistic;
 }
 
+__device__ __forceinline__ void FillWithZeros(float4* first, uint32_t num_vectors) {
+  for (uint32_t i = threadIdx.x; i < num_vectors; i += kThreads) {
+    first[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
+
+// For block of threads `block` of gridDim's last.
+__device__ __forceinline__ void ClearAddedTiles(const PrepareArgs& args, uint32_t block) {
+  const AddedTiles& added = args.added;
+  const uint32_t num_blocks = gridDim.x - args.num_statistic_blocks - args.num_zero_blocks;
+  const uint32_t per_tile = CeilDiv(added.tile_rows, kRowsAtOnce);
+  const uint32_t num_tiles = added.list->num_above[added.num_thresholds - 1] * args.num_repeats;
+  for (uint32_t i = block; i < num_tiles * per_tile; i += num_blocks) {
+    const uint32_t index = i / per_tile, repeat = index % args.num_repeats;
+    const Tile tile = added.list->tiles()[index / args.num_repeats];
+    const int skipped = static_cast<int>(i % per_tile) * kRowsAtOnce;
+    const int num_rows = Min(tile.num_rows - skipped, kRowsAtOnce);
+    if (num_rows <= 0) continue;
+    const int64_t row = int64_t{tile.batch + repeat} * args.k_len + tile.begin + skipped;
+    FillWithZeros(args.dk + row * args.dk_vectors, num_rows * args.dk_vectors);
+    FillWithZeros(args.dv + row * args.dv_vectors, num_rows * args.dv_vectors);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs args) {
   // This kernel came up while the one before it ended, and the next one may come up now.
   WaitForPreviousKernel();
@@ -51,9 +85,12 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
     MakeStatistic(args);
     return;
   }
-  const int64_t first =
-      int64_t{blockIdx.x - args.num_statistic_blocks} * (kThreads * kVectorsPerThread) +
-      threadIdx.x;
+  const uint32_t block = blockIdx.x - args.num_statistic_blocks;
+  if (block >= args.num_zero_blocks) {
+    ClearAddedTiles(args, block - args.num_zero_blocks);
+    return;
+  }
+  const int64_t first = int64_t{block} * (kThreads * kVectorsPerThread) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
     const int64_t vector = first + i * kThreads;
@@ -64,12 +101,19 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
 }  // namespace
 
 cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
-                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
+                            const AddedTiles& added, QueryStatistic* statistics,
+                            WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
   const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
   const auto num_q_heads = static_cast<uint32_t>(shape.num_q_heads);
   const auto num_statistics = static_cast<uint32_t>(shape.batch) * num_q_heads * num_eights;
   const uint32_t num_statistic_blocks = CeilDiv(num_statistics, kThreads);
+  constexpr int kVectors = kThreads * kVectorsPerThread;
+  const int64_t num_zero_vectors = zeros.num_bytes / static_cast<int64_t>(sizeof(float4));
+  const int64_t num_zero_blocks = (num_zero_vectors + kVectors - 1) / kVectors;
+  const auto row_vectors = [&](int64_t dim) {
+    return static_cast<uint32_t>(shape.num_kv_heads * dim * sizeof(float) / sizeof(float4));
+  };
   const PrepareArgs prepare{args.lse,
                             args.delta,
                             statistics,
@@ -79,12 +123,23 @@ cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
                             num_statistics,
                             num_statistic_blocks,
                             static_cast<float4*>(zeros.data),
-                            zeros.num_bytes / static_cast<int64_t>(sizeof(float4)),
+                            num_zero_vectors,
+                            static_cast<uint32_t>(num_zero_blocks),
+                            added,
+                            shape.shared_slices ? static_cast<uint32_t>(shape.batch) : 1,
+                            static_cast<uint32_t>(shape.k_len),
+                            static_cast<float4*>(args.dk),
+                            static_cast<float4*>(args.dv),
+                            row_vectors(shape.head_dim),
+                            row_vectors(shape.value_dim),
                             counter};
-  constexpr int kVectors = kThreads * kVectorsPerThread;
-  const int64_t num_zero_blocks = (prepare.num_zero_vectors + kVectors - 1) / kVectors;
+  const int64_t num_added_blocks =
+      added.num_thresholds == 0
+          ? 0
+          : std::min<int64_t>(kAddedBlocks, shape.batch * CeilDiv(prepare.k_len, kRowsAtOnce));
   // One at least: it resets the counter.
-  const int64_t num_blocks = std::max<int64_t>(num_statistic_blocks + num_zero_blocks, 1);
+  const int64_t num_blocks =
+      std::max<int64_t>(num_statistic_blocks + num_zero_blocks + num_added_blocks, 1);
   return LaunchEarly(PrepareBackwardKernel, static_cast<int>(num_blocks), kThreads, 0, stream,
                      prepare);
 }

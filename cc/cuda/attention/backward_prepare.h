@@ -21,11 +21,20 @@ struct ZeroBytes {
   int64_t num_bytes;
 };
 
+// Tiles whose gradients are added to args.dk and args.dv, which are float32: so many thresholds of
+// the list are above theirs. 0: there are none.
+struct AddedTiles {
+  const TileList* list;
+  int num_thresholds;
+  int tile_rows;
+};
+
 // Makes the statistics from args.lse and args.delta: start = -lse in exponents of 2. Resets the
-// counter, and fills `zeros`, whole vectors of 16 bytes, with zeros. The kernel after it may start
-// at once, and must wait for it with griddepcontrol.wait.
+// counter, and fills `zeros`, whole vectors of 16 bytes, with zeros, and the rows of added tiles.
+// The kernel after it may start at once, and must wait for it with griddepcontrol.wait.
 cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
-                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream);
+                            const AddedTiles& added, QueryStatistic* statistics,
+                            WorkCounter* counter, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

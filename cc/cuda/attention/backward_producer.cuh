@@ -42,11 +42,22 @@ struct BackwardProducer {
       WaitForPreviousKernel();  // It resets the counter.
       if (lane == 0) first = NextWork();
     }
-    ForEachWork(
-        params.work, lane, shared.item, first, [&] { LoadTile(); },
-        [&] {
-          if (lane == 0) shared.item.number = NextWork();
-        });
+    const auto load = [&] { LoadTile(); };
+    const auto next = [&] {
+      if (lane == 0) shared.item.number = NextWork();
+    };
+    if constexpr (Config::kCutsHeads) {
+      const HeadCutParams& cuts = params.head_cuts;
+      WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
+      HeadCutWork& all = shared.item.all;
+      all.Start(params.work, cuts, lane);
+      ForEachWork(
+          lane, shared.item, first, [&](uint32_t number) { return all.Has(number); },
+          [&](uint32_t number) { all.Find(params.work, cuts, number, lane, shared.item); }, load,
+          next);
+    } else {
+      ForEachWork(params.work, lane, shared.item, first, load, next);
+    }
   }
 
   // The rows of the tile that this block of threads has: all, or in a cluster, 128 of them. In
@@ -86,8 +97,9 @@ struct BackwardProducer {
     const int stage = WaitForRowStage();
     if (lane == 0) {
       const Tile& tile = shared.item.tile;
-      const int kv_head = shared.item.pack / params.packs_per_kv_head;
-      const int pack_in_head = shared.item.pack % params.packs_per_kv_head;
+      const int kv_head = KvHead();
+      const int pack_in_head =
+          Config::kCutsHeads ? shared.item.part : shared.item.pack % params.packs_per_kv_head;
       const Tile& own = OwnRows();
       const uint32_t next = shared.item.num_done + 1;
       shared.tile[stage] = {tile.batch,
@@ -115,12 +127,13 @@ struct BackwardProducer {
       }
     }
     if (lane == 0) {
-      shared.item.remaining = shared.item.tile.num_blocks * params.heads_per_pack;
-      shared.item.first_head = FirstHead();
+      const int num_heads = Config::kCutsHeads ? shared.item.num_heads : params.heads_per_pack;
+      shared.item.remaining = shared.item.tile.num_blocks * num_heads;
+      if constexpr (!Config::kCutsHeads) shared.item.first_head = FirstHead();
       // A tile that meets several slices takes them all for one head after the other; else some
       // blocks are taken for all heads, then the next.
       const bool is_simple = shared.item.tile.slice_end - shared.item.tile.slice_begin <= 1;
-      shared.item.num_heads = is_simple ? params.heads_per_pack : 1;
+      shared.item.num_heads = is_simple ? num_heads : 1;
     }
     __syncwarp();
     while (shared.item.remaining > 0) {
@@ -129,6 +142,11 @@ struct BackwardProducer {
       if (lane == 0) shared.item.first_head += shared.item.num_heads;
       __syncwarp();
     }
+  }
+
+  __device__ __forceinline__ int KvHead() const {
+    if constexpr (Config::kCutsHeads) return shared.item.pack;
+    return shared.item.pack / params.packs_per_kv_head;
   }
 
   __device__ __forceinline__ int FirstHead() const {

@@ -7,6 +7,7 @@
 #include "cc/cuda/attention/backward_workspace.h"
 #include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/dq_order.h"
+#include "cc/cuda/attention/head_cuts.cuh"
 #include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/pipeline.cuh"
 
@@ -40,11 +41,19 @@ struct BackwardTermsParams : BackwardParams {
   ScoreTerms terms;
   TermGradients gradients;
 };
+// The same, where heads are cut.
+struct BackwardCutParams : BackwardParams {
+  HeadCutParams head_cuts;
+};
 template <typename Config>
-using BackwardParamsOf = std::conditional_t<Config::kHasTerms, BackwardTermsParams, BackwardParams>;
+using BackwardParamsOf =
+    std::conditional_t<Config::kHasTerms, BackwardTermsParams,
+                       std::conditional_t<Config::kCutsHeads, BackwardCutParams, BackwardParams>>;
 
 struct alignas(16) RowTileInfo {
-  int32_t batch, kv_head, pack_in_head, begin, num_rows, num_blocks;
+  int32_t batch, kv_head;
+  int32_t pack_in_head;  // Where heads are cut, whether gradients are added to others' instead.
+  int32_t begin, num_rows, num_blocks;
   uint32_t next_phase;  // Of the barrier, for the tile after it.
 };
 
@@ -91,7 +100,7 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
   BlockInfo block[kXStages];
   DqTarget target[kXStages];
   RowTileInfo tile[Config::kRowStages];
-  WorkItem item;             // The producer's own.
+  std::conditional_t<Config::kCutsHeads, HeadCutItem, WorkItem> item;  // The producer's own.
   DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by phase.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.

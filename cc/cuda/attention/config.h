@@ -108,10 +108,14 @@ struct BackwardTile<256, kHasSoftcap> {
 };
 
 template <int kHeadDim_, typename Element_, bool kHasSoftcap_,
-          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_>, int kClusterSize_ = 1>
+          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_>, int kClusterSize_ = 1,
+          bool kCutsHeads_ = false>
 struct BackwardConfig : Tile_ {
   using Element = Element_;
   using Tile = Tile_;
+  // Stores float32 gradients of keys and values, and adds those of tiles whose heads are cut: see
+  // head_cuts.h. Other calls have kernels that do not change by an instruction.
+  static constexpr bool kCutsHeads = kCutsHeads_;
   // Blocks of threads that work on neighbouring rows, a tile together, and load a part of the
   // columns each, for all of them: a panel, or half of the only one.
   static constexpr int kClusterSize = kClusterSize_;
@@ -155,6 +159,7 @@ struct BackwardConfig : Tile_ {
   static_assert(kSplitQueries || kDqSteps * kNumConsumers * 64 == kHeadDim,
                 "the steps of dQ's product cover all dims");
   static_assert(!kSplitQueries || kDqQueries % 8 == 0, "half a block of queries is wgmma's N");
+  static_assert(kClusterSize == 1 || !kCutsHeads, "clusters are for masks that are known");
   static_assert(kClusterSize == 1 || (kInTwoBursts && kClusterSize == 2),
                 "each block of threads of a cluster loads a part");
   static_assert(kHeadDim % Tile::kDimParts == 0 && kNumConsumers % Tile::kDimParts == 0,

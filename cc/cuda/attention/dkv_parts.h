@@ -2,7 +2,7 @@
 //
 // A block of threads takes one tile of keys, and the query heads of its kv head. Where there are
 // too few tiles for all multiprocessors, the query heads of a group are split among several blocks
-// of threads, and each part of dk and dv is summed afterwards.
+// of threads, and each part of dk and dv is summed afterwards. Calls of head_cuts.h have one part.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_

@@ -281,6 +281,15 @@ __device__ __forceinline__ int32_t AddInOrder(int32_t* counter, int32_t x) {
   return before;
 }
 
+// --- Sums that blocks of threads share ---
+
+// Adds to four floats, which are aligned to 16 bytes.
+__device__ __forceinline__ void AddFour(float* sum, float4 x) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+
 // --- Named barriers ---
 
 __device__ __forceinline__ void NamedSync(int id, int num_threads) {

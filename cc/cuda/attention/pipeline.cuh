@@ -124,6 +124,18 @@ __device__ __forceinline__ uint32_t Divide(uint32_t x, uint32_t divisor) {
   return divisor == 1 ? x : x / divisor;
 }
 
+// Sets the item's tile to the one at `index` of the list. For one warp.
+__device__ __forceinline__ void CopyTile(const WorkParams& params, uint32_t index, int lane,
+                                         WorkItem& item) {
+  const Tile* tile = params.list->tiles() + index;
+  int part = lane;
+  asm volatile("" : "+r"(part));  // Else addresses made of it take registers all the time.
+  if (part < static_cast<int>(sizeof(Tile) / sizeof(int4))) {  // Both at once.
+    reinterpret_cast<int4*>(&item.tile)[part] = reinterpret_cast<const int4*>(tile)[part];
+  }
+  __syncwarp();
+}
+
 // Sets the item to work `number`. For one warp.
 template <typename Parts>
 __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& parts,
@@ -135,13 +147,7 @@ __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& 
   const uint32_t repeat = in_section / params.packs_per_section;
   if (lane == 0) item.pack = (section - repeat) * params.packs_per_section + in_section;
   const uint32_t index = Divide(repeat, params.num_repeats);
-  const Tile* tile = params.list->tiles() + index;
-  int part = lane;
-  asm volatile("" : "+r"(part));  // Else addresses made of it take registers all the time.
-  if (part < static_cast<int>(sizeof(Tile) / sizeof(int4))) {  // Both at once.
-    reinterpret_cast<int4*>(&item.tile)[part] = reinterpret_cast<const int4*>(tile)[part];
-  }
-  __syncwarp();
+  CopyTile(params, index, lane, item);
   if (lane == 0) {
     item.tile.batch += repeat - index * params.num_repeats;
     parts.Cut(number, item);
@@ -150,19 +156,18 @@ __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& 
 }
 
 // Calls load() for the work of this block of threads, which it finds in `item`: number `first`,
-// then what next() sets. For one warp.
-template <typename Load, typename Next>
-__device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
-                                            uint32_t first, Load load, Next next) {
-  constexpr WholeWork parts;
-  WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
+// then what next() sets. has(number) says whether there is such work, and find(number) sets the
+// item to it. For one warp, which has waited for the previous kernel.
+template <typename Has, typename Find, typename Load, typename Next>
+__device__ __forceinline__ void ForEachWork(int lane, WorkItem& item, uint32_t first, Has has,
+                                            Find find, Load load, Next next) {
   if (lane == 0) {
     item.number = first;
     item.num_done = 0;
   }
   __syncwarp();
-  while (parts.Has(item.number, params, lane)) {
-    FindWork(params, parts, item.number, lane, item);
+  while (has(item.number)) {
+    find(item.number);
     load();
     // Consumers are a few blocks behind: there is time for the trip to memory.
     next();
@@ -170,6 +175,17 @@ __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, 
     __syncwarp();
   }
   LetNextKernelStart();
+}
+
+// The same for work of which nothing is cut.
+template <typename Load, typename Next>
+__device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
+                                            uint32_t first, Load load, Next next) {
+  constexpr WholeWork parts;
+  WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
+  ForEachWork(
+      lane, item, first, [&](uint32_t number) { return parts.Has(number, params, lane); },
+      [&](uint32_t number) { FindWork(params, parts, number, lane, item); }, load, next);
 }
 
 // The next work of a cluster of two, from its first block of threads to the second. Both do the

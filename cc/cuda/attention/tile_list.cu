@@ -133,7 +133,13 @@ __global__ void __launch_bounds__(kThreads)
   if (thread < num_tiles) own = make_tile(thread);
   __syncthreads();
   const int count = bins[thread];
-  bins[thread] = SumBefore(count, rows);  // To where each begins.
+  const int before = SumBefore(count, rows);
+  bins[thread] = before;  // Where each begins.
+  for (int i = 0; i < kNumThresholds; ++i) {
+    static_assert(ThresholdBlocks(0) < kThreads, "the first bin has tiles of any number of blocks");
+    // Bins before this one have as many blocks or more.
+    if (thread == kThreads - ThresholdBlocks(i)) list->num_above[i] = before;
+  }
   __syncthreads();
   // Tiles of a bin in the order in which they were cut, so that the list is always the same: warps
   // come one after the other.

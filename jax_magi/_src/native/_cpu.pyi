@@ -50,5 +50,6 @@ def attention_needs(
   wants_dbias: bool = False,
   wants_dslopes: bool = False,
   sums_dq: bool = False,
+  has_float_grads: bool = False,
 ) -> AttentionNeeds:
   """What a call with these operands needs. `static_slices`, if known, give it a tile list."""

@@ -105,6 +105,7 @@ def _needs(
   alibi_slopes: Any = None,
   wants: tuple[str, ...] = (),
   sums_dq: bool = False,
+  has_float_grads: bool = False,
 ) -> Any:
   """`static_slices` are the values of `slices`, where they are known and one list."""
   # Terms without elements are none, as handlers see them.
@@ -125,6 +126,7 @@ def _needs(
     wants_dbias="bias" in wants and bias is not None,
     wants_dslopes="alibi_slopes" in wants and alibi_slopes is not None,
     sums_dq=sums_dq,
+    has_float_grads=has_float_grads,
   )
 
 
@@ -273,6 +275,7 @@ def backward(
     alibi_slopes=alibi_slopes,
     wants=wants,
     sums_dq=running_dq is not None,
+    has_float_grads=grad_dtype == np.float32,
   )
   tile_list = list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
   nothing = (0,), np.float32
