@@ -5,7 +5,8 @@ python -m tests.gpu_program NODES GPUS DEGREE TRANSPORT MASK ACTION [LOCAL_LENGT
 NODES x GPUS ranks share a mesh axis; `1 8 2 all_gather full print` is for eight GPUs of one node.
 MASK is documents, full or window. ACTION is print; barrier, to print a program with kernel
 barriers; bfloat16, with gradients that travel so; keep, with keys that stay; or run, with one GPU.
-Options go to XLA as compiler options. The key's plan goes to stderr.
+Options go to XLA as compiler options, with values true, false or a number. The key's plan goes to
+stderr.
 
 On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
 with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
@@ -136,5 +137,7 @@ def main(
 if __name__ == "__main__":
   _, first, second, third, *words = sys.argv
   numbers = [int(word) for word in words if word.isdigit()]
-  pairs = dict(word.split("=") for word in words if "=" in word)
+  values = {"true": True, "false": False}
+  given = [word.split("=") for word in words if "=" in word]
+  pairs = {name: values[value] if value in values else int(value) for name, value in given}
   main(int(first), int(second), int(third), *words[:3], *(numbers or [1024]), **pairs)
