@@ -3,10 +3,11 @@
 python -m tests.gpu_program NODES GPUS DEGREES TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE..]
 
 NODES x GPUS ranks share a mesh axis; `1 8 2 all_gather full print` is for eight GPUs of one node.
-DEGREES are overlap degrees; `1,2` prints two programs. MASK is documents, full or window. ACTION is
-print; barrier, to print a program with kernel barriers; bfloat16, with gradients that travel so;
-keep, with keys that stay; or run, with one GPU. Options go to XLA as compiler options, with values
-true, false or a number. The key's plan goes to stderr.
+DEGREES are overlap degrees; `1,2` prints two programs. MASK is documents, full, window, or
+neighbours: a window to both sides, with the sequence in order. ACTION is print; barrier, to print a
+program with kernel barriers; bfloat16, with gradients that travel so; keep, with keys that stay; or
+run, with one GPU. Options go to XLA as compiler options, with values true, false or a number. The
+key's plan goes to stderr.
 
 On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
 with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
@@ -72,6 +73,8 @@ def make_mask(name: str, length: int) -> AttentionMask:
     return AttentionMask.from_cu_seqlens(ends, causal=True)
   if name == "window":
     return AttentionMask.sliding_window(length, left=700)
+  if name == "neighbours":
+    return AttentionMask.sliding_window(length, left=500, right=500)
   return AttentionMask.full(length)
 
 
@@ -85,6 +88,7 @@ def make_key(
     overlap_degree=degree,
     transport=transport,
     ranks_per_node=gpus,
+    dispatch="contiguous" if mask == "neighbours" else "area",
   )
 
 

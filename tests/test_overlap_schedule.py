@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -246,6 +246,7 @@ def test_a_start_that_ends_elsewhere_runs_to_the_end():
   assert collective.attention == ("a (attention_forward)",)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_order_of_starts_dones_and_attention(data):
   num = data.draw(st.integers(1, 5))
