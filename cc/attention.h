@@ -19,6 +19,10 @@
 // lse and delta are natural, float32, and the same for every device: lse as the forward pass
 // returns it, delta = rowsum(dout * out) - dlse. They may be those of more keys than the call has.
 //
+// Calls over other keys of the same queries ("stages") may follow each other, and share results: a
+// forward call then merges its results into those of the calls before it, by lse, and a backward
+// call adds its dq to theirs.
+//
 // Layouts (row-major):
 //   q, dout, dq, out     [batch, q_len, num_q_heads, head_dim or value_dim]
 //   k, v, dk, dv         [batch, k_len, num_kv_heads, head_dim or value_dim]
@@ -86,6 +90,9 @@ struct ForwardArgs {
   void* out;
   float* lse;         // -inf for rows that see nothing.
   float* max_logits;  // -inf for heads that see nothing.
+  // Whether out (float32), lse and max_logits hold the results of calls over other keys, to be
+  // merged with those of this one. The sink took part in the first call, and does not in this one.
+  bool is_running;
 };
 
 struct BackwardArgs {
@@ -101,6 +108,11 @@ struct BackwardArgs {
   const float* alibi_slopes;  // Null: none.
   // Where AttentionNeeds says that dq is summed, it is float32, and comes without softmax_scale.
   void *dq, *dk, *dv;
+  // A sum of dq over several calls, which this one adds to instead of writing dq: float32, without
+  // softmax_scale, [batch, num_q_heads, dq_sum_words], each head in an order of the device's own.
+  // Null: none.
+  float* dq_sum;
+  int64_t dq_sum_words;
   // As long as the bias, and 0 where it met no visible pair. Null: not wanted.
   void* dbias;
   DType dbias_dtype;  // That of the bias, or float32 where AttentionNeeds says that it is summed.
@@ -115,6 +127,7 @@ struct AttentionCall {
   bool has_bias = false, has_alibi = false;
   BiasLayout bias_layout{};  // Where there is a bias.
   bool wants_dbias = false, wants_dslopes = false;
+  bool sums_dq = false;  // Over several calls.
 };
 
 // What a device asks of the caller for it.
@@ -124,6 +137,8 @@ struct AttentionNeeds {
   int num_dkv_parts = 1;
   // dq is a sum in memory: float32, and without softmax_scale.
   bool is_dq_summed = false;
+  // Of each batch row and head, in a sum of dq over several calls.
+  int64_t dq_sum_words = 0;
   // dbias is a sum in memory: float32.
   bool is_dbias_summed = false;
   // What kernels derive from a mask that is known; empty where they need nothing.

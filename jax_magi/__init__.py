@@ -13,12 +13,15 @@ from jax_magi._src.context_parallel.api import (
 )
 from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
 from jax_magi._src.context_parallel.key import Capacities, DistAttnKey
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.make_keys import (
   key_for_new_mask,
   magi_attn_flex_key,
   magi_attn_varlen_key,
 )
 from jax_magi._src.context_parallel.stats import PlanStats
+from jax_magi._src.exchange_check.api import check_exchange
+from jax_magi._src.exchange_check.report import ExchangeReport
 from jax_magi._src.masks.constructors import MaskType
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.softmax.api import (
@@ -37,13 +40,16 @@ __all__ = [
   "AttnForwardMeta",
   "Capacities",
   "DistAttnKey",
+  "ExchangeReport",
   "FusedScaleMaskSoftmax",
+  "Links",
   "MaskType",
   "PlanStats",
   "SoftmaxExplanation",
   "__version__",
   "attention",
   "calc_attn",
+  "check_exchange",
   "context_parallel_attention",
   "dispatch",
   "dot_product_attention",

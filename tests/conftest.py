@@ -8,8 +8,9 @@ from tests.machine import HAS_GPU
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-# Must be set before JAX starts. Several CPU devices, for the sharding tests; and where there are
-# only CPUs, XLA compiles as fast as it can: programs run once, and our kernels are not its own.
+# These must be set before JAX starts. The sharding tests need several CPU devices. On machines
+# without a GPU, XLA skips most optimizations: test programs run only once or a few times, and XLA
+# does not compile our kernels.
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not HAS_GPU:
   _FLAGS += [
@@ -18,33 +19,34 @@ if not HAS_GPU:
     "--xla_cpu_parallel_codegen_split_count=1",
   ]
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
-# Tests run on all cores already: NumPy's threads would only be in their way.
+# Several test processes already keep all cores busy, so NumPy's threads would only slow them down.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_configure():
-  """Strict modes of JAX, and a cache of compiled programs."""
+  """Turns on JAX's strict promotion modes and its cache of compiled programs."""
   import jax
 
-  # The package promotes neither ranks nor dtypes behind its users' backs.
+  # Implicit promotion of ranks or dtypes is an error: the package must work in users' strict modes.
   jax.config.update("jax_numpy_rank_promotion", "raise")
   jax.config.update("jax_numpy_dtype_promotion", "strict")
   if not HAS_GPU:
-    # Kept between runs: the next run of test_transforms.py took a fifth less.
+    # The cache is kept between runs. It made the second run of test_transforms.py a fifth shorter.
     jax.config.update("jax_compilation_cache_dir", str(_ROOT / "build" / "compiled_tests"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  # Tracing makes many objects that live long. Looking for garbage among them took 6% of the time.
+  # Tracing creates many long-lived objects. With Python's default thresholds, the garbage collector
+  # took 6% of the time to go through them.
   gc.set_threshold(200_000, 100, 1_000)
 
 
 def pytest_collection_finish():
-  """What has been imported stays."""
+  """Exempts all that has been imported by now from garbage collection."""
   gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
-  """Tests that need a GPU are skipped, by name, where there is none."""
+  """Skips tests marked `gpu` on machines without a GPU."""
   import jax
 
   if any(d.platform == "gpu" for d in jax.devices()):
@@ -56,7 +58,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def with_promotion():
-  """For tests of code of others, such as Optax's, which needs the promotion."""
+  """Allows implicit promotion, for tests that call packages which rely on it, such as Optax."""
   from tests.compilation import promotion
 
   with promotion():

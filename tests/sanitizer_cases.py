@@ -27,6 +27,7 @@ from jax_magi import AttentionMask
 from tests.accuracy import check_attention, make_inputs
 from tests.needs import forward_in_clusters
 from tests.softmax_cases import SoftmaxCase, check_softmax
+from tests.stages import check_stages
 
 _UNEVEN = AttentionMask.from_ranges(
   [[0, 33], [40, 41], [50, 150]], [[0, 70], [3, 9], [60, 161]], [1, 0, 3], q_len=150, k_len=161
@@ -60,6 +61,15 @@ def _in_clusters(mask):
   """Two blocks of threads that share keys, and have all tiles."""
   with forward_in_clusters():
     _attention((128, 128), mask, deterministic=False, sm_margin=130)
+
+
+def _stages(dims, mask, deterministic, **options):
+  """Three calls, each with a third of the keys, that go on with each other's results."""
+  shape = (mask.q_len, mask.k_len, 4, 2, *dims)
+  inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, *shape, num_sinks=0)
+  cuts = [i * mask.k_len // 3 for i in range(4)]
+  bounds = list(itertools.pairwise(cuts))[::-1]
+  check_stages(inputs, mask, bounds, "cuda", deterministic=deterministic, **options)
 
 
 def _batch():
@@ -138,6 +148,11 @@ def _cases():
         f"attention-{dims[0]}-{dims[1]}-clusters",
         functools.partial(_attention, dims, AttentionMask.full(6200, 512), False),
       )
+  for dims in _DIMS:
+    for name, mask in {**_MASKS, "parts": AttentionMask.full(130, 3900)}.items():
+      yield f"stages-{dims[0]}-{name}", functools.partial(_stages, dims, mask, False)
+    yield f"stages-{dims[0]}-deterministic", functools.partial(_stages, dims, _UNEVEN, True)
+    yield f"stages-{dims[0]}-softcap", functools.partial(_stages, dims, _UNEVEN, False, softcap=3.0)
   for name, mask in (("long", AttentionMask.full(300, 1100)), ("uneven", _UNEVEN)):
     yield f"attention-128-128-forward-clusters-{name}", functools.partial(_in_clusters, mask)
   yield "attention-batch", _batch

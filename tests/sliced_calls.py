@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask
-from tests.eight_gpus import find_devices
+from tests.gpu_program import find_devices
 
 
 def _attend(x):
@@ -55,7 +55,7 @@ CALLS = {
 
 
 def main(name: str) -> None:
-  mesh = Mesh(np.array(find_devices()), ("x",), axis_types=(AxisType.Auto,))
+  mesh = Mesh(np.array(find_devices(1, 8)), ("x",), axis_types=(AxisType.Auto,))
   x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
   print(jax.jit(CALLS[name], donate_argnums=0).lower(x).compile().as_text())
 

@@ -9,7 +9,7 @@ import pytest
 
 import jax_magi
 from jax_magi import AttentionMask
-from tests.accuracy import DTYPES, check_attention, make_inputs
+from tests.accuracy import DTYPES, Inputs, check_attention, make_inputs
 from tests.arrays import assert_trees_close, normals
 from tests.bias_cases import BIAS_CASES, many_slices
 from tests.sizes import in_turns, name_of
@@ -201,6 +201,26 @@ def test_the_cpus_gradients_are_equal_bit_for_bit():
   first = gradients(bias, slopes)
   for _ in range(5):
     assert_trees_close(gradients(bias, slopes), first, rtol=0, atol=0)
+
+
+def test_the_cpus_gradient_of_slopes_is_exact_where_its_terms_cancel():
+  """All pairs weigh the same, and the signs of v make the sum over each row's distances zero.
+
+  Sums in float32 would leave an error of 1e-3.
+  """
+  q_len, block, num_blocks = 100, 96, 16
+  k_len = block * num_blocks  # No power of two: the weights are rounded, all of them equally.
+  signs = [(-1.0) ** bin(i).count("1") for i in range(num_blocks)]  # The Thue-Morse sequence.
+  inputs = Inputs(
+    q=np.zeros((q_len, 1, 1), np.float32),
+    k=np.ones((k_len, 1, 1), np.float32),
+    v=np.repeat(signs, block).astype(np.float32).reshape(k_len, 1, 1),
+    sink=None,
+    dout=np.ones((q_len, 1, 1), np.float32),
+    dlse=np.zeros((q_len, 1), np.float32),
+    alibi_slopes=np.zeros(1, np.float32),
+  )
+  check_attention(inputs, AttentionMask.full(q_len, k_len), "cpu")
 
 
 # --- errors ---

@@ -90,6 +90,13 @@ def _check_all_masks(cp_size, *, overlap_degree, transport, **nodes):
     check_results(results, inputs, mask)
 
 
+def test_one_rank_has_nothing_to_overlap_with():
+  mask = MASKS["documents"]
+  inputs = make_inputs(np.random.default_rng(2), np.float32, LENGTH, LENGTH, 2, 2, 16, 16)
+  key = magi_attn_flex_key(mask, cp_size=1, overlap_degree=2)
+  check_results(run(inputs, key, make_mesh(cp=1)), inputs, mask)
+
+
 @pytest.mark.parametrize(("overlap_degree", "dtype"), in_turns([0, 1, 3], ["bf16", "f16"]))
 def test_low_precision(dtype, overlap_degree):
   mask = MASKS["documents"]
@@ -260,10 +267,10 @@ def test_sm_margins(monkeypatch):
   assert _margins(_text(key, mesh, 1024, "cuda")) == [{4}, {8}]
   assert _margins(_text(key, mesh, 1024, "cuda", sm_margin=3)) == [{3}, {3}]
   assert _margins(_text(key, mesh, 1024, "cuda", sm_margin=(1, 2))) == [{1}, {2}]
-  for value, message in (("-1", "not be negative, got -1"), ("four", "be an integer in the env")):
-    monkeypatch.setenv(names[1], value)
-    with pytest.raises(ValueError, match=f"{names[1]} must {message}"):
-      _call(magi_attn_flex_key(AttentionMask.causal(96), cp_size=4))
+
+
+def test_bad_sm_margin_is_named(monkeypatch):
+  key = magi_attn_flex_key(AttentionMask.causal(96), cp_size=4)
   with pytest.raises(ValueError, match=r"a pair \(forward, backward\)"):
     _call(key, sm_margin=(1, 2, 3))
   monkeypatch.setattr(checks, "num_multiprocessors", lambda: 132)
@@ -271,6 +278,11 @@ def test_sm_margins(monkeypatch):
     ValueError, match="less than the GPU's 132 streaming multiprocessors, got 132"
   ):
     _call(key, sm_margin=132)
+  name = "MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN"
+  for value, message in (("-1", "not be negative, got -1"), ("four", "be an integer in the env")):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} must {message}"):
+      _call(key)
 
 
 def _call_with_mask():

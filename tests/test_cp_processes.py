@@ -31,23 +31,39 @@ _CASES = [
   ids=["two-few_cases", "two-all_cases", "four-all_cases"],
 )
 def test_processes_attend_together(count, cases):
+  for output in _outputs("tests.one_process", count, cases):
+    assert output.endswith("right")
+
+
+@pytest.mark.long
+def test_processes_check_their_exchange_together():
+  # Of the second report, only one process sees the wrong rows. Both have all figures alike.
+  reports = [x.split("\n---\n")[1:] for x in _outputs("tests.one_exchange_check", 2, [])]
+  assert reports[0] == reports[1]
+  right, wrong = reports[0]
+  assert right.strip().endswith("no faults")
+  assert "fault: two_level" in wrong
+
+
+def _outputs(module, count, arguments):
+  """What that many processes print, all of which must succeed."""
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-  command = [sys.executable, "-m", "tests.one_process", str(_free_port()), str(count)]
+  command = [sys.executable, "-m", module, str(_free_port()), str(count)]
   processes = [
     subprocess.Popen(
-      [*command, str(number), *cases],
+      [*command, str(number), *arguments],
       env=environment,
       stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
+      stderr=subprocess.PIPE,
       text=True,
     )
     for number in range(count)
   ]
   try:
-    outputs = [process.communicate(timeout=400)[0] for process in processes]
+    outputs = [process.communicate(timeout=400) for process in processes]
   finally:
     for process in processes:
       process.kill()
-  for process, output in zip(processes, outputs, strict=True):
-    assert process.returncode == 0, output[-3000:]
-    assert output.strip().endswith("right")
+  for process, (output, errors) in zip(processes, outputs, strict=True):
+    assert process.returncode == 0, (output + errors)[-3000:]
+  return [output.strip() for output, _ in outputs]

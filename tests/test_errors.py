@@ -41,6 +41,7 @@ def _call(q=(8, 4, 16), k=(8, 2, 16), v=(8, 2, 16), dtype=jnp.float32, mask=None
     ({"softmax_scale": "big"}, ValueError, "softmax_scale must be a number"),
     ({"softmax_scale": np.nan}, ValueError, "softmax_scale must be finite"),
     ({"softmax_scale": "0.5"}, ValueError, "softmax_scale must be a number"),
+    ({"softmax_scale": [0.5, 0.5]}, ValueError, r"must be a number, got \[0.5, 0.5\]"),
     ({"softmax_scale": 1e39}, ValueError, "softmax_scale must be finite in float32"),
     ({"softcap": -1.0}, ValueError, "softcap must be positive"),
     ({"softcap": 1e38}, ValueError, "softcap must be 0 or in"),
@@ -141,6 +142,18 @@ def test_bad_mask_is_named(make, match):
 def test_traced_ranges_need_lengths():
   with pytest.raises(ValueError, match="q_len must be given"):
     jax.jit(lambda r: AttentionMask.from_ranges(r, r))(jnp.zeros((1, 2), jnp.int32))
+
+
+def test_traced_answer_lengths_are_named():
+  with pytest.raises(ValueError, match="answer_lens must be concrete"):
+    jax.jit(lambda x: AttentionMask.shared_question(3, x))(jnp.ones(2, jnp.int32))
+
+
+def test_documents_of_other_keys_must_be_given():
+  q, k = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 9, 2, 16))
+  ids = np.ones((2, 8), np.int32)
+  with pytest.raises(ValueError, match="kv_segment_ids must be given: query and key have 8 and 9"):
+    jax_magi.dot_product_attention(q, k, k, segment_ids=ids, max_segments=1)
 
 
 def test_batched_mask_points_to_vmap():

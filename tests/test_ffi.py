@@ -14,7 +14,7 @@ def _struct(shape, dtype=_F32):
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _forward(change):
+def _forward(change, aliases=None):
   operands = {
     "q": ((2, 8, 4, 16), _F32),
     "k": ((2, 8, 2, 16), _F32),
@@ -31,10 +31,10 @@ def _forward(change):
     "max_logits": ((2, 4), _F32),
     "workspace": ((1024,), np.uint8),
   }
-  _run("jax_magi_attention_forward", operands, results, _FORWARD_ATTRIBUTES, change)
+  _run("jax_magi_attention_forward", operands, results, _FORWARD_ATTRIBUTES, change, aliases)
 
 
-def _backward(change):
+def _backward(change, aliases=None):
   operands = {
     "q": ((2, 8, 4, 16), _F32),
     "k": ((2, 8, 2, 16), _F32),
@@ -56,7 +56,7 @@ def _backward(change):
     "workspace": ((0,), np.uint8),
   }
   attributes = _FORWARD_ATTRIBUTES | {"deterministic": False}
-  _run("jax_magi_attention_backward", operands, results, attributes, change)
+  _run("jax_magi_attention_backward", operands, results, attributes, change, aliases)
 
 
 def _softmax_forward(change):
@@ -84,13 +84,16 @@ _FORWARD_ATTRIBUTES = {
 _SOFTMAX_ATTRIBUTES = {"scale": _F32(1), "lo": np.int32(-(2**31)), "hi": np.int32(2**31 - 1)}
 
 
-def _run(target, operands, results, attributes, change):
+def _run(target, operands, results, attributes, change, aliases=None):
+  """Running results are further operands; `aliases` maps operands to results, by index."""
+  running = {name: x for name, x in change.items() if name.startswith("running")}
+  change = {name: x for name, x in change.items() if name not in running}
   assert change.keys() <= operands.keys() | results.keys() | attributes.keys()
-  operands = {name: change.get(name, x) for name, x in operands.items()}
+  operands = {name: change.get(name, x) for name, x in operands.items()} | running
   results = {name: change.get(name, x) for name, x in results.items()}
   attributes = {name: change.get(name, x) for name, x in attributes.items()}
   types = [_struct(*x) for x in results.values()]
-  call = jax.ffi.ffi_call(target, types)
+  call = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)
   values = [jnp.zeros(*x) for x in operands.values()]
   jax.block_until_ready(jax.jit(lambda *x: call(*x, **attributes))(*values))
 
@@ -167,6 +170,42 @@ def test_operands_that_contradict_q_are_named():
 def test_backward_names_the_wrong_operand(name, wrong):
   with pytest.raises(jax.errors.JaxRuntimeError, match=f"attention backward: {name} "):
     _backward({name: wrong})
+
+
+_RUNNING = {
+  "running_out": ((2, 8, 4, 16), _F32),
+  "running_lse": ((2, 8, 4), _F32),
+  "running_max_logits": ((2, 4), _F32),
+}
+_DQ_SUM = {"running_dq": ((2, 4, 128), _F32), "dq": ((2, 4, 128), _F32)}
+
+
+def test_running_results_are_accepted():
+  _forward(_RUNNING, {8: 0, 9: 1, 10: 2})
+  _backward(_DQ_SUM, {10: 0})
+  larger = {name: ((2, 4, 200), _F32) for name in _DQ_SUM}
+  _backward(larger, {10: 0})
+
+
+@pytest.mark.parametrize("aliases", [None, {8: 0}, {8: 0, 9: 1}], ids=str)
+def test_running_results_must_lie_where_results_do(aliases):
+  with pytest.raises(jax.errors.JaxRuntimeError, match="must share the memory"):
+    _forward(_RUNNING, aliases)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="dq must share the memory"):
+    _backward(_DQ_SUM)
+
+
+def test_wrong_running_results():
+  few = {name: _RUNNING[name] for name in ("running_out", "running_lse")}
+  with pytest.raises(jax.errors.JaxRuntimeError, match="there must be 3 running results, got 2"):
+    _forward(few, {8: 0, 9: 1})
+  with pytest.raises(jax.errors.JaxRuntimeError, match="attention forward: alibi_slopes "):
+    _forward(_RUNNING | {"alibi_slopes": ((2, 4), _F32)}, {8: 0, 9: 1, 10: 2})
+  with pytest.raises(jax.errors.JaxRuntimeError, match="attention backward: dq must have 3"):
+    _backward({"running_dq": ((2, 8, 4, 16), _F32)}, {10: 0})
+  small = {name: ((2, 4, 127), _F32) for name in _DQ_SUM}
+  with pytest.raises(jax.errors.JaxRuntimeError, match="attention backward: dq is too small"):
+    _backward(small, {10: 0})
 
 
 @pytest.mark.parametrize(

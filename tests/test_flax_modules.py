@@ -151,6 +151,16 @@ def test_any_number_of_batch_axes(shape):
 
 
 @pytest.mark.usefixtures("with_promotion")
+@pytest.mark.parametrize("lead", [(2, 3), (3,), (1, 1), (2, 1)], ids=str)
+def test_bias_and_mask_with_several_batch_axes(lead):
+  """Those of all axes, of the last one, one for all, and one for each row of the first."""
+  x = _inputs((2, 3, LENGTH, HEADS, 8))
+  bias = _inputs((*lead, 1, LENGTH, LENGTH), seed=1)
+  mask = bias < 1.0
+  ours, theirs = (fn(x, x, x, bias, mask) for fn in (flax_attention_fn, nn.dot_product_attention))
+  _assert_close(ours, theirs)
+
+
 def test_cross_attention_in_bfloat16():
   x, y = _inputs(), _inputs((BATCH, 7, FEATURES), seed=3)
 

@@ -107,6 +107,14 @@ def test_grouped_by_keys_block_causal():
   assert grouped_by_keys(documents) is documents
 
 
+def test_grouped_by_keys_joins_neighbours_and_never_makes_more_slices():
+  ranges = [[0, 4], [4, 8], [4, 8]], [[0, 8], [0, 4], [4, 8]]
+  square = AttentionMask.from_ranges(*ranges)
+  np.testing.assert_array_equal(grouped_by_keys(np.asarray(square.slices))[:, :4], [[0, 8, 0, 8]])
+  stairs = np.asarray(AttentionMask.from_ranges([[0, 4], [4, 8]], [[0, 4], [2, 6]]).slices)
+  assert grouped_by_keys(stairs) is stairs  # Three key ranges would need a slice each.
+
+
 @pytest.mark.parametrize(
   "question,answers",
   [(3, [2, 4]), (3, [2, 0, 4, 1]), (5, [0, 3]), (0, [2, 2]), (4, [3]), (4, []), (0, [])],
@@ -196,6 +204,9 @@ def test_crop_and_area_agree_with_the_dense_mask(mask, data):
     max_size=4,
   )
 )
+# Two bands that share a diagonal, and two rectangles that share a pair: rare among random slices.
+@hypothesis.example([(0, 8, 0, 8, -8, -1), (0, 8, 0, 8, -1, 8)])
+@hypothesis.example([(0, 5, 0, 5, -12, 12), (4, 9, 4, 9, -12, 12)])
 def test_overlap_check_agrees_with_counting(slices):
   table = np.array(slices, np.int32)
   table[:, :4] = np.sort(table[:, :4].reshape(-1, 2, 2), axis=2).reshape(-1, 4)

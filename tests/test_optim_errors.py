@@ -80,6 +80,13 @@ def test_only_heads_and_dim_can_be_merged():
     ),
     (
       QkProjections(
+        q=Projection("q/kernel", "layers embed kind -> (heads dim)", num_heads=3), k=STACKED.k
+      ),
+      np.ones((2, 4)),
+      "not a multiple of 3",
+    ),
+    (
+      QkProjections(
         q=Projection("q/kernel", "layers embed -> heads dim", dims=(0, 99)), k=STACKED.k
       ),
       np.ones((2, 4)),

@@ -68,7 +68,8 @@ bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for) 
   if (!done) return false;
 
   for (int64_t head = 0; head < num_heads; ++head) {
-    float largest = -std::numeric_limits<float>::infinity();
+    float largest =
+        args.is_running ? args.max_logits[head] : -std::numeric_limits<float>::infinity();
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const float logit = tile_max[head * num_tiles + tile];
       if (!std::isnan(largest) && !(largest >= logit)) largest = logit;
@@ -84,9 +85,11 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
   const TileKernels& kernels = SelectTileKernels();
   const int64_t num_heads = shape.batch * shape.num_kv_heads;
   const int64_t num_tiles = CeilDiv(shape.k_len, kTile);
-  const int64_t dq_size = shape.batch * shape.q_len * shape.num_q_heads * shape.head_dim;
-  float* dq_sum = static_cast<float*>(args.dq);
-  std::fill_n(dq_sum, dq_size, 0.0f);
+  const bool is_running = args.dq_sum != nullptr;
+  const int64_t dq_size = shape.batch * shape.num_q_heads *
+                          (is_running ? args.dq_sum_words : shape.q_len * shape.head_dim);
+  float* dq_sum = is_running ? args.dq_sum : static_cast<float*>(args.dq);
+  if (!is_running) std::fill_n(dq_sum, dq_size, 0.0f);
   if (args.dbias != nullptr) {
     std::fill_n(static_cast<float*>(args.dbias), NumBiasElements(shape, args.bias_layout), 0.0f);
   }

@@ -8,6 +8,9 @@
 
 namespace jax_magi::cpu {
 
+// A head of a sum of dq over several calls is [q_len, head_dim].
+inline int64_t DqSumWords(const AttentionShape& shape) { return shape.q_len * shape.head_dim; }
+
 // Both return false if memory ran out.
 bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for);
 bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,

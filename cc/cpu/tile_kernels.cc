@@ -124,14 +124,25 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
            dim_pad);
   Transpose(kTile, dim, rows, dim_pad, q_t, kTile);
 
+  // A row begins with the sink; or with what calls over other keys left, which is as one more key
+  // whose logit is their lse and whose value is their output.
+  const int64_t first_row =
+      RowOffset(batch, shape.q_len, q_begin, shape.num_q_heads, head, /*dim=*/1);
   const float sink = args.sink[batch * shape.num_q_heads + head];
   for (int row = 0; row < kTile; ++row) {
-    state.max[row] = sink;
-    state.sum[row] = sink == -kInf ? 0.0f : 1.0f;
+    const bool has_lse = args.is_running && row < num_rows;
+    state.max[row] = has_lse ? args.lse[first_row + row * shape.num_q_heads] : sink;
+    state.sum[row] = state.max[row] == -kInf ? 0.0f : 1.0f;
     state.max_logit[row] = -kInf;
   }
-  std::memset(acc, 0, sizeof(float) * kTile * value_pad);
+  if (args.is_running) {
+    LoadRows(static_cast<const float*>(args.out) + first_row * value_dim,
+             shape.num_q_heads * value_dim, num_rows, value_dim, kTile, 1.0f, acc, value_pad);
+  } else {
+    std::memset(acc, 0, sizeof(float) * kTile * value_pad);
+  }
 
+  bool sees_keys = false;
   const Slice* slices = SlicesOf(shape, args.slices, batch);
   for (int64_t i = 0; i < shape.num_slices; ++i) {
     const Slice slice = GetSlice(shape, slices, i);
@@ -146,6 +157,7 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
         row_begin == tile_rows.begin - q_begin && row_end == tile_rows.end - q_begin;
 
     for (int32_t key = touched.begin; key < touched.end; key += kTile) {
+      sees_keys = true;
       const int num_keys = Min(touched.end - key, kTile);
       const T* k_rows = static_cast<const T*>(args.k) +
                         RowOffset(batch, shape.k_len, key, shape.num_kv_heads, kv_head, dim);
@@ -178,11 +190,12 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
     }
   }
 
+  *tile_max = -kInf;
+  if (args.is_running && !sees_keys) return;
   float largest = -kInf;
   for (int row = 0; row < num_rows; ++row) {
     const float sum = state.sum[row];
-    const int64_t head_row = RowOffset(batch, shape.q_len, q_begin + row, shape.num_q_heads, head,
-                                       /*dim=*/1);
+    const int64_t head_row = first_row + row * shape.num_q_heads;
     const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
     if (args.out_dtype == DType::kF32) {
       StoreRow(acc + row * value_pad, value_dim, factor,
@@ -340,8 +353,13 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
         MatMul<false>(block_rows, dim_pad, slice_keys.end - slice_keys.begin,
                       dscores + first_key * kTile, kTile, k + first_key * dim_pad, dim_pad, dq_tile,
                       dim_pad);
+        const bool is_summed = args.dq_sum != nullptr;
+        const int64_t dq_stride = is_summed ? dim : q_stride;
+        float* dq_rows =
+            dq + (is_summed ? (batch * shape.num_q_heads + head) * args.dq_sum_words + row * dim
+                            : q_row * dim);
         for (int r = 0; r < num_rows; ++r) {
-          float* dq_row = dq + q_row * dim + r * q_stride;
+          float* dq_row = dq_rows + r * dq_stride;
           for (int64_t d = 0; d < dim; ++d) dq_row[d] += dq_tile[r * dim_pad + d];
         }
       }

@@ -18,8 +18,9 @@ struct TileKernels {
   // Finishes one (batch, query head, query tile). Writes the tile's largest logit to `*tile_max`.
   void (*forward)(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_tile,
                   float* scratch, float* tile_max);
-  // Finishes dk and dv of one (batch, kv head, key tile); adds to `dq`, laid out as args.dq, and
-  // where they are wanted to args.dbias and to `dslopes`, laid out as args.dslopes.
+  // Finishes dk and dv of one (batch, kv head, key tile); adds to `dq`, laid out as args.dq or, if
+  // there is one, as args.dq_sum, whose heads are [q_len, head_dim]; and where they are wanted to
+  // args.dbias and to `dslopes`, laid out as args.dslopes.
   void (*backward)(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t k_tile,
                    float* dq, double* dslopes, float* scratch);
 };

@@ -21,6 +21,7 @@ auto ForwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // bias: without elements: none
       .template Arg<ffi::AnyBuffer>()  // alibi_slopes: likewise
       .template Arg<ffi::AnyBuffer>()  // tile_list: of AttentionNeeds; without elements: none
+      .RemainingArgs()                 // out, lse and max_logits to merge with, or nothing
       .template Ret<ffi::AnyBuffer>()  // out
       .template Ret<ffi::AnyBuffer>()  // lse
       .template Ret<ffi::AnyBuffer>()  // max_logits
@@ -46,7 +47,8 @@ auto BackwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // bias
       .template Arg<ffi::AnyBuffer>()  // alibi_slopes
       .template Arg<ffi::AnyBuffer>()  // tile_list
-      .template Ret<ffi::AnyBuffer>()  // dq
+      .RemainingArgs()                 // a sum of dq to add to, or nothing
+      .template Ret<ffi::AnyBuffer>()  // dq, or that sum
       .template Ret<ffi::AnyBuffer>()  // dk
       .template Ret<ffi::AnyBuffer>()  // dv
       .template Ret<ffi::AnyBuffer>()  // dbias: without elements: not wanted

@@ -32,6 +32,15 @@ ffi::Error DecodeTerms(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer bia
   return ffi::Error::Success();
 }
 
+// Of a call that goes on with the results of others.
+template <typename Args>
+ffi::Error CheckNoTerms(const char* context, const Args& args) {
+  const char* what = "is not taken together with running results";
+  if (args.bias != nullptr) return Invalid(context, "bias", what);
+  if (args.alibi_slopes != nullptr) return Invalid(context, "alibi_slopes", what);
+  return ffi::Error::Success();
+}
+
 // Checks their gradients, where they are wanted.
 ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
                                ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer dbias,
@@ -54,6 +63,31 @@ ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
     JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"dslopes", dslopes}, {s.batch, s.num_q_heads}));
     JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dslopes", dslopes}, {ffi::F32}));
     args->dslopes = static_cast<float*>(dslopes.untyped_data());
+  }
+  return ffi::Error::Success();
+}
+
+// Checks that what a call goes on with lies in the memory of its results.
+ffi::Error CheckRunning(const char* context, ffi::RemainingArgs running,
+                        std::initializer_list<NamedBuffer> results) {
+  if (running.size() != results.size()) {
+    return ffi::Error::InvalidArgument(std::string(context) + ": there must be " +
+                                       std::to_string(results.size()) + " running results, got " +
+                                       std::to_string(running.size()));
+  }
+  size_t i = 0;
+  for (const NamedBuffer& result : results) {
+    const auto buffer = running.get<ffi::AnyBuffer>(i++);
+    if (buffer.has_error()) return buffer.error();
+    if (result.buffer.element_count() > 0 &&
+        buffer->untyped_data() != result.buffer.untyped_data()) {
+      return Invalid(context, result.name, "must share the memory of the running result");
+    }
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {result.name, *buffer}, {ffi::F32}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, result, {ffi::F32}));
+    if (buffer->element_count() != result.buffer.element_count()) {
+      return Invalid(context, result.name, "must be as large as the running result");
+    }
   }
   return ffi::Error::Success();
 }
@@ -111,9 +145,9 @@ ffi::Error DecodeAttention(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer
 
 ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                          ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer bias,
-                         ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer out, ffi::AnyBuffer lse,
-                         ffi::AnyBuffer max_logits, float softmax_scale, float softcap,
-                         ForwardArgs* args) {
+                         ffi::AnyBuffer alibi_slopes, ffi::RemainingArgs running,
+                         ffi::AnyBuffer out, ffi::AnyBuffer lse, ffi::AnyBuffer max_logits,
+                         float softmax_scale, float softcap, ForwardArgs* args) {
   const char* context = "jax_magi attention forward";
   JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
   const AttentionShape& s = args->shape;
@@ -128,6 +162,12 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
   for (const NamedBuffer& named :
        {NamedBuffer{"sink", sink}, {"lse", lse}, {"max_logits", max_logits}}) {
     JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
+  }
+  args->is_running = running.size() > 0;
+  if (args->is_running) {
+    JAX_MAGI_RETURN_IF_ERROR(
+        CheckRunning(context, running, {{"out", out}, {"lse", lse}, {"max_logits", max_logits}}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckNoTerms(context, *args));
   }
   args->params = {softmax_scale, softcap};
   args->out_dtype = ToDType(out.element_type());
@@ -144,10 +184,11 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
 
 ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer dout,
                           ffi::AnyBuffer lse, ffi::AnyBuffer delta, ffi::AnyBuffer slices,
-                          ffi::AnyBuffer bias, ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer dq,
-                          ffi::AnyBuffer dk, ffi::AnyBuffer dv, ffi::AnyBuffer dbias,
-                          ffi::AnyBuffer dslopes, bool is_dq_summed, float softmax_scale,
-                          float softcap, BackwardArgs* args) {
+                          ffi::AnyBuffer bias, ffi::AnyBuffer alibi_slopes,
+                          ffi::RemainingArgs running, ffi::AnyBuffer dq, ffi::AnyBuffer dk,
+                          ffi::AnyBuffer dv, ffi::AnyBuffer dbias, ffi::AnyBuffer dslopes,
+                          bool is_dq_summed, float softmax_scale, float softcap,
+                          BackwardArgs* args) {
   const char* context = "jax_magi attention backward";
   JAX_MAGI_RETURN_IF_ERROR(DecodeAttention(context, q, k, v, slices, &args->shape, &args->dtype));
   const AttentionShape& s = args->shape;
@@ -157,8 +198,21 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
       CheckDims(context, {"dout", dout}, {s.batch, s.q_len, s.num_q_heads, s.value_dim}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"lse", lse}, {s.batch, s.q_len, s.num_q_heads}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"delta", delta}, {s.batch, s.q_len, s.num_q_heads}));
-  JAX_MAGI_RETURN_IF_ERROR(
-      CheckDims(context, {"dq", dq}, {s.batch, s.q_len, s.num_q_heads, s.head_dim}));
+  args->dq_sum = nullptr;
+  args->dq_sum_words = 0;
+  const bool is_running = running.size() > 0;
+  if (is_running) {
+    if (dq.dimensions().size() != 3) return Invalid(context, "dq", "must have 3 dimensions");
+    args->dq_sum_words = dq.dimensions()[2];
+    JAX_MAGI_RETURN_IF_ERROR(
+        CheckDims(context, {"dq", dq}, {s.batch, s.num_q_heads, args->dq_sum_words}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckRunning(context, running, {{"dq", dq}}));
+    JAX_MAGI_RETURN_IF_ERROR(CheckNoTerms(context, *args));
+    args->dq_sum = static_cast<float*>(dq.untyped_data());
+  } else {
+    JAX_MAGI_RETURN_IF_ERROR(
+        CheckDims(context, {"dq", dq}, {s.batch, s.q_len, s.num_q_heads, s.head_dim}));
+  }
   JAX_MAGI_RETURN_IF_ERROR(
       CheckDims(context, {"dk", dk}, {s.batch, s.k_len, s.num_kv_heads, s.head_dim}));
   JAX_MAGI_RETURN_IF_ERROR(
@@ -169,7 +223,7 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"lse", lse}, {ffi::F32}));
   JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"delta", delta}, {ffi::F32}));
   JAX_MAGI_RETURN_IF_ERROR(
-      CheckDType(context, {"dq", dq}, {is_dq_summed ? ffi::F32 : dk.element_type()}));
+      CheckDType(context, {"dq", dq}, {is_dq_summed || is_running ? ffi::F32 : dk.element_type()}));
   args->params = {softmax_scale, softcap};
   args->dq_dtype = ToDType(dq.element_type());
   args->dkv_dtype = ToDType(dk.element_type());
@@ -180,7 +234,7 @@ ffi::Error DecodeBackward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, 
   args->lse = static_cast<const float*>(lse.untyped_data());
   args->delta = static_cast<const float*>(delta.untyped_data());
   args->slices = static_cast<const Slice*>(slices.untyped_data());
-  args->dq = dq.untyped_data();
+  args->dq = is_running ? nullptr : dq.untyped_data();
   args->dk = dk.untyped_data();
   args->dv = dv.untyped_data();
   return ffi::Error::Success();

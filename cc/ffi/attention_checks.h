@@ -11,13 +11,14 @@
 
 namespace jax_magi {
 
-// Fills `args` of a forward call, and checks all of it.
+// Fills `args` of a forward call, and checks all of it. `running` are out, lse and max_logits of
+// calls before it, in the memory of the results, or nothing.
 xla::ffi::Error DecodeForward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                               xla::ffi::AnyBuffer slices, xla::ffi::AnyBuffer sink,
                               xla::ffi::AnyBuffer bias, xla::ffi::AnyBuffer alibi_slopes,
-                              xla::ffi::AnyBuffer out, xla::ffi::AnyBuffer lse,
-                              xla::ffi::AnyBuffer max_logits, float softmax_scale, float softcap,
-                              ForwardArgs* args);
+                              xla::ffi::RemainingArgs running, xla::ffi::AnyBuffer out,
+                              xla::ffi::AnyBuffer lse, xla::ffi::AnyBuffer max_logits,
+                              float softmax_scale, float softcap, ForwardArgs* args);
 
 // Whether they are lists of slices, however many.
 xla::ffi::Error CheckSlices(const char* context, xla::ffi::AnyBuffer slices);
@@ -28,14 +29,16 @@ xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla:
                                 AttentionShape* shape, DType* dtype);
 
 // Gradients are float32 or of q's type, all alike; but dq is float32 where it is summed in memory.
+// `running` is a sum of dq over several calls, in the memory of dq, or nothing.
 xla::ffi::Error DecodeBackward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                                xla::ffi::AnyBuffer dout, xla::ffi::AnyBuffer lse,
                                xla::ffi::AnyBuffer delta, xla::ffi::AnyBuffer slices,
                                xla::ffi::AnyBuffer bias, xla::ffi::AnyBuffer alibi_slopes,
-                               xla::ffi::AnyBuffer dq, xla::ffi::AnyBuffer dk,
-                               xla::ffi::AnyBuffer dv, xla::ffi::AnyBuffer dbias,
-                               xla::ffi::AnyBuffer dslopes, bool is_dq_summed, float softmax_scale,
-                               float softcap, BackwardArgs* args);
+                               xla::ffi::RemainingArgs running, xla::ffi::AnyBuffer dq,
+                               xla::ffi::AnyBuffer dk, xla::ffi::AnyBuffer dv,
+                               xla::ffi::AnyBuffer dbias, xla::ffi::AnyBuffer dslopes,
+                               bool is_dq_summed, float softmax_scale, float softcap,
+                               BackwardArgs* args);
 
 }  // namespace jax_magi
 

@@ -15,28 +15,32 @@ namespace ffi = xla::ffi;
 ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer bias,
                    ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer /*tile_list*/,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                   ffi::Result<ffi::AnyBuffer> max_logits,
+                   ffi::RemainingArgs running, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
   ForwardArgs args;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, *out, *lse,
-                                         *max_logits, softmax_scale, softcap, &args));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, running, *out,
+                                         *lse, *max_logits, softmax_scale, softcap, &args));
   return Finish("jax_magi attention forward", cpu::AttentionForward(args, OnPool(pool)));
 }
 
 ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                     ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
                     ffi::AnyBuffer slices, ffi::AnyBuffer bias, ffi::AnyBuffer alibi_slopes,
-                    ffi::AnyBuffer /*tile_list*/, ffi::Result<ffi::AnyBuffer> dq,
-                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> dslopes,
-                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
-                    bool /*deterministic: always*/, int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
+                    ffi::AnyBuffer /*tile_list*/, ffi::RemainingArgs running,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
+                    ffi::Result<ffi::AnyBuffer> dslopes, ffi::Result<ffi::AnyBuffer> /*workspace*/,
+                    float softmax_scale, float softcap, bool /*deterministic: always*/,
+                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
-                                          *dq, *dk, *dv, *dbias, *dslopes,
+                                          running, *dq, *dk, *dv, *dbias, *dslopes,
                                           /*is_dq_summed=*/true, softmax_scale, softcap, &args));
+  if (args.dq_sum != nullptr && args.dq_sum_words < cpu::DqSumWords(args.shape)) {
+    return Invalid("jax_magi attention backward", "dq", "is too small for the sum");
+  }
   if (args.dbias != nullptr && args.dbias_dtype != DType::kF32) {
     return Invalid("jax_magi attention backward", "dbias", "must be float32: it is summed");
   }
@@ -59,6 +63,7 @@ jax_magi::AttentionNeeds jax_magi_cpu_attention_needs(const jax_magi::AttentionC
                                                       const jax_magi::Slice* /*slices*/) {
   jax_magi::AttentionNeeds needs;
   needs.is_dq_summed = call.is_backward;
+  needs.dq_sum_words = jax_magi::cpu::DqSumWords(call.shape);
   needs.is_dbias_summed = call.wants_dbias;
   return needs;
 }

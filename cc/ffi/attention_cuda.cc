@@ -62,13 +62,14 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
 ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    ffi::AnyBuffer slices, ffi::AnyBuffer sink, ffi::AnyBuffer bias,
                    ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer tile_list,
-                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                   ffi::Result<ffi::AnyBuffer> max_logits, ffi::Result<ffi::AnyBuffer> workspace,
-                   float softmax_scale, float softcap, int32_t sm_margin, int32_t tile_stamp) {
+                   ffi::RemainingArgs running, ffi::Result<ffi::AnyBuffer> out,
+                   ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
+                   ffi::Result<ffi::AnyBuffer> workspace, float softmax_scale, float softcap,
+                   int32_t sm_margin, int32_t tile_stamp) {
   const char* context = "jax_magi attention forward";
   ForwardArgs args;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, *out, *lse,
-                                         *max_logits, softmax_scale, softcap, &args));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, running, *out,
+                                         *lse, *max_logits, softmax_scale, softcap, &args));
   JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"q", q},
                                                   {"k", k},
                                                   {"v", v},
@@ -93,15 +94,16 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
 ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                     ffi::AnyBuffer dout, ffi::AnyBuffer lse, ffi::AnyBuffer delta,
                     ffi::AnyBuffer slices, ffi::AnyBuffer bias, ffi::AnyBuffer alibi_slopes,
-                    ffi::AnyBuffer tile_list, ffi::Result<ffi::AnyBuffer> dq,
-                    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
-                    ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> dslopes,
-                    ffi::Result<ffi::AnyBuffer> workspace, float softmax_scale, float softcap,
-                    bool deterministic, int32_t sm_margin, int32_t tile_stamp) {
+                    ffi::AnyBuffer tile_list, ffi::RemainingArgs running,
+                    ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
+                    ffi::Result<ffi::AnyBuffer> dslopes, ffi::Result<ffi::AnyBuffer> workspace,
+                    float softmax_scale, float softcap, bool deterministic, int32_t sm_margin,
+                    int32_t tile_stamp) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
-                                          *dq, *dk, *dv, *dbias, *dslopes,
+                                          running, *dq, *dk, *dv, *dbias, *dslopes,
                                           /*is_dq_summed=*/false, softmax_scale, softcap, &args));
   JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"q", q},
                                                   {"k", k},
@@ -123,6 +125,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   AddTerms(args, &call);
   call.wants_dbias = args.dbias != nullptr;
   call.wants_dslopes = args.dslopes != nullptr;
+  call.sums_dq = args.dq_sum != nullptr;
   if (call.wants_dbias) {
     const bool is_summed = cuda::IsDbiasSummed(args.shape, args.bias_layout, args.dtype);
     if (is_summed && args.dbias_dtype != DType::kF32) {
@@ -140,6 +143,31 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
       static_cast<int64_t>(workspace->size_bytes()) - cuda::LayoutOf(call).workspace_bytes;
   return ToError(context, cuda::AttentionBackward(args, cuda::NumPartsIn(args.shape, more),
                                                   deterministic, options));
+}
+
+ffi::Error FinishDq(cudaStream_t stream, ffi::AnyBuffer sum, ffi::Result<ffi::AnyBuffer> dq,
+                    float softmax_scale) {
+  const char* context = "jax_magi attention finish dq";
+  const auto sum_dims = sum.dimensions(), dims = dq->dimensions();
+  if (sum_dims.size() != 3) return Invalid(context, "sum", "must have 3 dimensions");
+  if (dims.size() != 4) return Invalid(context, "dq", "must have 4 dimensions");
+  JAX_MAGI_RETURN_IF_ERROR(CheckDims(context, {"sum", sum}, {dims[0], dims[2], sum_dims[2]}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"sum", sum}, {ffi::F32}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {"dq", *dq}, {ffi::F32, ffi::BF16, ffi::F16}));
+  JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"sum", sum}, {"dq", *dq}}));
+  if (dims[1] >= kUnbounded) return Invalid(context, "dq", "must be shorter than 2**30 rows");
+  if (dims[3] % 8) return Invalid(context, "dq", "must have a multiple of 8 dims");
+  BackwardArgs args{};
+  args.shape.batch = dims[0];
+  args.shape.q_len = dims[1];
+  args.shape.num_q_heads = dims[2];
+  args.shape.head_dim = dims[3];
+  args.params.softmax_scale = softmax_scale;
+  args.dq = dq->untyped_data();
+  args.dq_dtype = args.dkv_dtype = ToDType(dq->element_type());
+  args.dq_sum = static_cast<float*>(sum.untyped_data());
+  args.dq_sum_words = sum_dims[2];
+  return ToError(context, cuda::FinishDqSum(args, stream));
 }
 
 ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
@@ -180,6 +208,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_forward, jax_magi::Forward
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_backward, jax_magi::Backward,
                               jax_magi::BackwardBinding<ffi::PlatformStream<cudaStream_t>>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_finish_dq, jax_magi::FinishDq,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // sum
+                                  .Ret<ffi::AnyBuffer>()  // dq
+                                  .Attr<float>("softmax_scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_tile_list, jax_magi::MakeTileList,
                               ffi::Ffi::Bind()

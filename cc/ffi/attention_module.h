@@ -28,6 +28,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       .def_ro("workspace_bytes", &AttentionNeeds::workspace_bytes)
       .def_ro("num_dkv_parts", &AttentionNeeds::num_dkv_parts)
       .def_ro("is_dq_summed", &AttentionNeeds::is_dq_summed)
+      .def_ro("dq_sum_words", &AttentionNeeds::dq_sum_words)
       .def_ro("is_dbias_summed", &AttentionNeeds::is_dbias_summed)
       .def_ro("tile_cost", &AttentionNeeds::tile_cost)
       .def_ro("tile_stamp", &AttentionNeeds::tile_stamp)
@@ -41,7 +42,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       [needs](nb::tuple q_shape, nb::tuple k_shape, int64_t value_dim, nb::tuple slices_shape,
               const std::string& dtype, bool has_softcap, bool is_backward, bool deterministic,
               nb::object static_slices, nb::object bias_shape, const std::string& bias_dtype,
-              bool has_alibi, bool wants_dbias, bool wants_dslopes) {
+              bool has_alibi, bool wants_dbias, bool wants_dslopes, bool sums_dq) {
         const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
         const AttentionShape shape{/*batch=*/at(q_shape, 0),
                                    /*q_len=*/at(q_shape, 1),
@@ -70,6 +71,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
         }
         call.wants_dbias = wants_dbias;
         call.wants_dslopes = wants_dslopes;
+        call.sums_dq = sums_dq;
         return needs(call, slices);
       },
       nb::kw_only(), nb::arg("q_shape"), nb::arg("k_shape"), nb::arg("value_dim"),
@@ -77,7 +79,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       nb::arg("deterministic"), nb::arg("static_slices").none(),
       nb::arg("bias_shape").none() = nb::none(), nb::arg("bias_dtype") = "float32",
       nb::arg("has_alibi") = false, nb::arg("wants_dbias") = false,
-      nb::arg("wants_dslopes") = false);
+      nb::arg("wants_dslopes") = false, nb::arg("sums_dq") = false);
 }
 
 }  // namespace jax_magi

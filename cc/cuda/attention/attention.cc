@@ -139,6 +139,19 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
   return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
 }
 
+Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream) {
+  const int64_t words_per_panel = DqSumWords(args.shape, /*num_panels=*/1);
+  if (words_per_panel == 0) return {};
+  const int64_t num_panels = args.dq_sum_words / words_per_panel;
+  if (num_panels * words_per_panel != args.dq_sum_words || num_panels * 64 < args.shape.head_dim) {
+    return {"the sum of dq has another size than the backward kernel's", __FILE__, __LINE__};
+  }
+  const DqSum sum{args.dq_sum, static_cast<int>(num_panels)};
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      FinishBackward(args, sum, /*parts=*/{nullptr, /*num_parts=*/1}, stream));
+  return {};
+}
+
 namespace {
 
 // As SplitWorkspace splits them, with one part of dk and dv.
@@ -146,7 +159,8 @@ int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t h
   const AttentionShape& shape = call.shape;
   const int num_panels = static_cast<int>(head_dim / 64);
   const DqOrder order = DqOrderOf(shape, tiling, num_panels, call.deterministic);
-  return DqSumBytes(shape, num_panels) + DqDoneBytes(order) + DqTurnsBytes(shape, order, tiling) +
+  const int64_t sum_bytes = call.sums_dq ? 0 : DqSumBytes(shape, num_panels);
+  return sum_bytes + DqDoneBytes(order) + DqTurnsBytes(shape, order, tiling) +
          StatisticsBytes(shape) + static_cast<int64_t>(sizeof(WorkCounter));
 }
 
@@ -185,6 +199,7 @@ CallLayout LayoutOf(const AttentionCall& call) {
   if (entry == nullptr) return {};
   const Tiling tiling = entry->tiling(call.has_softcap, /*in_clusters=*/false);
   CallLayout layout{tiling, BackwardBytes(call, tiling, entry->head_dim)};
+  layout.dq_sum_words = DqSumWords(shape, static_cast<int>(entry->head_dim / 64));
   if (!call.deterministic) {
     const Tiling cluster_tiling = entry->tiling(call.has_softcap, /*in_clusters=*/true);
     if (cluster_tiling.num_rows > tiling.num_rows) layout.cluster_tiling = cluster_tiling;
@@ -218,6 +233,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     needs.tile_stamp += StampOfBlocks(NumBlocks(needs.tile_list));
   }
   if (call.is_backward) {
+    needs.dq_sum_words = layout.dq_sum_words;
     needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);
     needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
     needs.is_dbias_summed =

@@ -31,6 +31,11 @@ Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options);
 
+// dq = softmax_scale * sum, which AttentionBackward was called with as args.dq_sum. Of `args`, it
+// takes the shape's batch and queries, the scale, dq and its dtype, which is that of dk, and
+// dq_sum.
+Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream);
+
 // As many as have left so many bytes more in the workspace.
 int NumPartsIn(const AttentionShape& shape, int64_t num_bytes);
 
@@ -41,6 +46,7 @@ struct CallLayout {
   // Of the list that clusters take instead, if it was made for them when the call was traced; zero
   // where the call never runs in any.
   Tiling cluster_tiling{};
+  int64_t dq_sum_words = 0;  // As AttentionNeeds says.
 };
 CallLayout LayoutOf(const AttentionCall& call);
 

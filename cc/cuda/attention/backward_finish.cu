@@ -118,7 +118,8 @@ cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const Dkv
                            cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
   const int64_t num_row_blocks = (shape.q_len + kRowsPerBlock - 1) / kRowsPerBlock;
-  const int64_t num_dq_blocks = shape.batch * shape.num_q_heads * sum.num_panels * num_row_blocks;
+  const int64_t num_dq_blocks =
+      args.dq == nullptr ? 0 : shape.batch * shape.num_q_heads * sum.num_panels * num_row_blocks;
   const int64_t num_keys = parts.num_parts > 1 ? shape.batch * shape.k_len * shape.num_kv_heads : 0;
   const int64_t dk_size = num_keys * shape.head_dim, dv_size = num_keys * shape.value_dim;
   const int64_t num_dkv_blocks = (dk_size + dv_size + 8 * kThreads - 1) / (8 * kThreads);

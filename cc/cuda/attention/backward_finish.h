@@ -23,9 +23,9 @@ inline int64_t DkvPartsBytes(const AttentionShape& shape, int num_parts) {
          (shape.head_dim + shape.value_dim) * static_cast<int64_t>(sizeof(float));
 }
 
-// args.dq = softmax_scale * sum, in its own order and dtype; args.dk and
-// args.dv are the sums of the parts, if there are several. It may start before the kernel before it
-// has ended, and waits for it.
+// args.dq = softmax_scale * sum, in its own order and dtype, unless the sum goes on in other calls;
+// args.dk and args.dv are the sums of the parts, if there are several. It may start before the
+// kernel before it has ended, and waits for it.
 cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const DkvParts& parts,
                            cudaStream_t stream);
 

@@ -115,13 +115,13 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
       MaxTiles(shape, kTiling) * params.work.num_repeats * num_packs, options);
 }
 
-// The workspace: the sum of dq, its order, parts of dk and dv, statistics, and the rest: the
-// counter, and what calls with terms have there.
+// The workspace: the sum of dq, unless it is the caller's, its order, parts of dk and dv,
+// statistics, and the rest: the counter, and what calls with terms have there.
 struct BackwardBuffers {
   BackwardArgs args;  // dk and dv are parts, where there are several.
   DqSum sum;
   DqOrder order;
-  int64_t num_zero_bytes;  // From the sum on.
+  ZeroBytes zeros;
   DkvParts parts;
   QueryStatistic* statistics;
   LaunchOptions rest;
@@ -133,8 +133,10 @@ inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& ti
   char* next = static_cast<char*>(options.workspace);
   const auto take = [&](int64_t num_bytes) { return std::exchange(next, next + num_bytes); };
   BackwardBuffers buffers{call};
-  const int64_t sum_bytes = DqSumBytes(shape, num_panels);
+  const int64_t sum_bytes = call.dq_sum == nullptr ? DqSumBytes(shape, num_panels) : 0;
+  buffers.zeros.data = next;
   buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_panels};
+  if (call.dq_sum != nullptr) buffers.sum.data = call.dq_sum;
   DqOrder& order = buffers.order;
   order = DqOrderOf(shape, tiling, num_panels, deterministic);
   const int64_t done_bytes = DqDoneBytes(order);
@@ -142,7 +144,7 @@ inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& ti
     order.done = reinterpret_cast<int32_t*>(take(done_bytes));
     order.turns = reinterpret_cast<int32_t*>(take(DqTurnsBytes(shape, order, tiling)));
   }
-  buffers.num_zero_bytes = sum_bytes + done_bytes;
+  buffers.zeros.num_bytes = sum_bytes + done_bytes;
   buffers.parts = {reinterpret_cast<float*>(take(AlignStatistics(DkvPartsBytes(shape, num_parts)))),
                    num_parts};
   if (num_parts > 1) {
@@ -163,11 +165,14 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  const auto [args, sum, order, num_zero_bytes, parts, statistics, rest] = SplitWorkspace(
-      call, kBackwardTiling<Config>, Config::kHeadDim / 64, num_parts, deterministic, options);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, sum, num_zero_bytes, statistics,
-                                                static_cast<WorkCounter*>(rest.workspace),
-                                                options.stream));
+  constexpr int kNumPanels = Config::kHeadDim / 64;
+  if (call.dq_sum != nullptr && call.dq_sum_words != DqSumWords(shape, kNumPanels)) {
+    return {"the sum of dq has another size than this kernel's", __FILE__, __LINE__};
+  }
+  const auto [args, sum, order, zeros, parts, statistics, rest] =
+      SplitWorkspace(call, kBackwardTiling<Config>, kNumPanels, num_parts, deterministic, options);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
+      args, zeros, statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
   if (shape.k_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
         LaunchBackwardKernel<Config>(args, num_parts, statistics, sum.data, order, rest));

@@ -16,8 +16,8 @@ struct PrepareArgs {
   QueryStatistic* statistics;
   uint32_t q_len, num_eights, num_q_heads;  // Eight queries have a statistic.
   uint32_t num_statistics, num_statistic_blocks;
-  float4* dq;
-  int64_t num_dq_vectors;  // And what follows it.
+  float4* zeros;
+  int64_t num_zero_vectors;
   WorkCounter* counter;
 };
 
@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
     const int64_t vector = first + i * kThreads;
-    if (vector < args.num_dq_vectors) args.dq[vector] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (vector < args.num_zero_vectors) args.zeros[vector] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 
 }  // namespace
 
-cudaError_t PrepareBackward(const BackwardArgs& args, const DqSum& sum, int64_t num_zero_bytes,
+cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
                             QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
   const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
@@ -78,11 +78,11 @@ cudaError_t PrepareBackward(const BackwardArgs& args, const DqSum& sum, int64_t 
                             num_q_heads,
                             num_statistics,
                             num_statistic_blocks,
-                            reinterpret_cast<float4*>(sum.data),
-                            num_zero_bytes / static_cast<int64_t>(sizeof(float4)),
+                            static_cast<float4*>(zeros.data),
+                            zeros.num_bytes / static_cast<int64_t>(sizeof(float4)),
                             counter};
   constexpr int kVectors = kThreads * kVectorsPerThread;
-  const int64_t num_zero_blocks = (prepare.num_dq_vectors + kVectors - 1) / kVectors;
+  const int64_t num_zero_blocks = (prepare.num_zero_vectors + kVectors - 1) / kVectors;
   // One at least: it resets the counter.
   const int64_t num_blocks = std::max<int64_t>(num_statistic_blocks + num_zero_blocks, 1);
   return LaunchEarly(PrepareBackwardKernel, static_cast<int>(num_blocks), kThreads, 0, stream,

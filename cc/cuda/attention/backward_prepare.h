@@ -15,10 +15,16 @@ inline int64_t StatisticsBytes(const AttentionShape& shape) {
          sizeof(QueryStatistic);
 }
 
+// Memory that has to be zero.
+struct ZeroBytes {
+  void* data;
+  int64_t num_bytes;
+};
+
 // Makes the statistics from args.lse and args.delta: start = -lse in exponents of 2. Resets the
-// counter, and fills `num_zero_bytes` from the sum of dq on with zeros. The kernel after it may
-// start at once, and must wait for it with griddepcontrol.wait.
-cudaError_t PrepareBackward(const BackwardArgs& args, const DqSum& sum, int64_t num_zero_bytes,
+// counter, and fills `zeros`, whole vectors of 16 bytes, with zeros. The kernel after it may start
+// at once, and must wait for it with griddepcontrol.wait.
+cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
                             QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda

@@ -16,7 +16,7 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   // The rest of the workspace: the counter, and sums of the terms' gradients.
   const Tiling tiling = TilingOf(
       AreSlopesAlone(call.params.softcap != 0.0f, call.bias != nullptr, call.dslopes != nullptr));
-  const auto [args, sum, order, num_zero_bytes, parts, statistics, rest] =
+  const auto [args, sum, order, zeros, parts, statistics, rest] =
       SplitWorkspace(call, tiling, kHeadDim / 64, num_parts, deterministic, options);
   auto* counter = static_cast<WorkCounter*>(rest.workspace);
 
@@ -28,8 +28,7 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
       AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
       args, counter + 1, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      PrepareBackward(args, sum, num_zero_bytes, statistics, counter, options.stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, zeros, statistics, counter, options.stream));
   if (shape.k_len > 0) {
     auto launch = LaunchBackwardKernel<All>;
     if (is_bias_alone) {

@@ -1,5 +1,6 @@
 // What the backward kernel finds in the workspace: the float32 sum of dQ, to which blocks of
-// threads add a run of rows of a panel at a time; and the statistics of queries.
+// threads add a run of rows of a panel at a time; and the statistics of queries. A sum over several
+// calls is the caller's, and looks the same.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
@@ -46,9 +47,12 @@ inline int PaddedQueries(int64_t q_len) {
   return Max(AlignPosition(static_cast<int>(q_len)), kLongestBlock);
 }
 
+// Of a batch row and head.
+inline int64_t DqSumWords(const AttentionShape& shape, int num_panels) {
+  return int64_t{num_panels} * DqSumRows(shape.q_len) * 64;
+}
 inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
-  const int64_t num_rows = shape.batch * shape.num_q_heads * num_panels * DqSumRows(shape.q_len);
-  return num_rows * 64 * sizeof(float);
+  return shape.batch * shape.num_q_heads * DqSumWords(shape, num_panels) * sizeof(float);
 }
 
 // Where an element of eight queries is, in a panel. A thread has it for two queries, which lie side

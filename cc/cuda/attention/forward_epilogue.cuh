@@ -12,6 +12,9 @@ namespace jax_magi::cuda {
 template <typename Config, typename Consumer>
 struct ForwardEpilogue {
   using Element = typename Config::Element;
+  // Whether calls may have running results. They are as one more key, whose logit is their lse, in
+  // the place of the sink, and whose value is their output.
+  static constexpr bool kMayMerge = Config::kIsOutFloat && !Config::kHasTerms;
   Consumer& consumer;
 
   // One of a thread's two rows.
@@ -35,8 +38,27 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void LoadSinks(const TileInfo& tile) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      consumer.sinks[r] = consumer.params.sink[RowOf(tile, r).batch_head];
+      const Row row = RowOf(tile, r);
+      const float* from = consumer.params.sink + row.batch_head;
+      if (IsRunning() && row.is_own) {
+        from = consumer.params.lse + row.offset;
+        PrefetchRow(row);
+      }
+      consumer.sinks[r] = *from;
     }
+  }
+
+  __device__ __forceinline__ bool IsRunning() const {
+    if constexpr (kMayMerge) return consumer.params.is_running;
+    return false;
+  }
+
+  // The row of out, to the L2 cache. Threads of a quad have it together.
+  __device__ __forceinline__ void PrefetchRow(const Row& row) const {
+    constexpr int kLine = 128 / sizeof(float);
+    const int value_dim = consumer.params.value_dim;
+    const float* out = static_cast<const float*>(consumer.params.out) + row.offset * value_dim;
+    for (int i = consumer.thread % 4 * kLine; i < value_dim; i += 4 * kLine) PrefetchL2(out + i);
   }
 
   // Without branches before the output is on its way: both rows' latencies hide each other.
@@ -45,6 +67,7 @@ struct ForwardEpilogue {
     const RowState& state = consumer.state;
     const Row rows[2] = {RowOf(tile, 0), RowOf(tile, 1)};
     float factor[2], lse[2];
+    float running_factor[2];  // Of what out holds.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sink = kLog2E * consumer.sinks[r];
@@ -52,11 +75,17 @@ struct ForwardEpilogue {
       const float reference = state.reference[r] == kNoReference ? -INFINITY : state.reference[r];
       const float largest = fmaxf(reference, sink);
       const float weight = largest == -INFINITY ? 0.0f : Exp2(reference - largest);
-      const float total = sum * weight + (largest == -INFINITY ? 0.0f : Exp2(sink - largest));
+      const float sink_weight = largest == -INFINITY ? 0.0f : Exp2(sink - largest);
+      const float total = sum * weight + sink_weight;
       factor[r] = total == 0.0f ? 0.0f : weight * Reciprocal(total);
       lse[r] = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2;
+      if constexpr (kMayMerge) {
+        running_factor[r] = total == 0.0f ? 0.0f : sink_weight * Reciprocal(total);
+        // Rows that see nothing keep what they have, to the last bit.
+        if (IsRunning() && reference == -INFINITY) lse[r] = consumer.sinks[r];
+      }
     }
-    StoreOutput(rows, factor);
+    StoreOutput(rows, factor, running_factor);
     if (consumer.thread % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -67,11 +96,17 @@ struct ForwardEpilogue {
     ReportMaxLogits(tile, rows);
   }
 
-  __device__ __forceinline__ void StoreOutput(const Row (&rows)[2], const float (&factor)[2]) {
+  __device__ __forceinline__ void StoreOutput(const Row (&rows)[2], const float (&factor)[2],
+                                              const float (&running_factor)[2]) {
     const auto& params = consumer.params;
     const bool is_own[2] = {rows[0].is_own, rows[1].is_own};
     const int64_t first[2] = {rows[0].offset * params.value_dim, rows[1].offset * params.value_dim};
-    if (IsOutFloat()) {
+    if constexpr (kMayMerge) {
+      float* out = static_cast<float*>(params.out);
+      float* const to[2] = {out + first[0], out + first[1]};
+      MergeFloatRows<Config::kValueDim>(consumer.acc, factor, IsRunning(), running_factor, to,
+                                        is_own, params.value_dim, consumer.thread);
+    } else if (IsOutFloat()) {
       float* out = static_cast<float*>(params.out);
       float* const to[2] = {out + first[0], out + first[1]};
       StoreFloatRows<Config::kValueDim>(consumer.acc, factor, to, is_own, params.value_dim,

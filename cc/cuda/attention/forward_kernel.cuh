@@ -55,8 +55,9 @@ struct Consumer {
   uint32_t p[kBlockN / 4];
   float acc[Config::kValueDim / 2];
   RowState state;
-  float sinks[2];    // Of the rows' heads, from a tile's last block on.
-  LogitScale logit;  // Of the block, with terms.
+  // Of the rows' heads, from a tile's last block on; or the rows' lse of calls before this one.
+  float sinks[2];
+  LogitScale logit;                                                   // Of the block, with terms.
   uint32_t bias[Config::kBiasAhead > 0 ? Config::kBiasAhead : 1][4];  // Read ahead.
 
   __device__ __forceinline__ void Run() {
@@ -79,7 +80,7 @@ struct Consumer {
         const TileInfo tile = shared.tile[q_ring.stage];
         if (tile.num_blocks < 0) return;
         Compute(tile);
-        if (tile.num_rows > 0 && IsWhole(tile)) Epilogue().Store(tile);
+        if (tile.num_rows > 0 && IsWhole(tile) && !IsKept(tile)) Epilogue().Store(tile);
       }
     }
   }
@@ -267,6 +268,12 @@ struct Consumer {
     if (__shfl_sync(~0u, joiner.Leave(acc, state), 0) == 0) return false;
     joiner.Join(acc, state);
     return true;
+  }
+
+  // Whether results that are there stay as they are: no row sees a key of this call.
+  __device__ __forceinline__ bool IsKept(const TileInfo& tile) {
+    if constexpr (!ForwardEpilogue<Config, Consumer>::kMayMerge) return false;
+    return params.is_running && tile.num_blocks == 0 && tile.part == 0;
   }
 
   __device__ __forceinline__ ForwardEpilogue<Config, Consumer> Epilogue() { return {*this}; }

@@ -41,8 +41,8 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   auto* counter = static_cast<WorkCounter*>(options.workspace);
   static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
-  JAX_MAGI_RETURN_IF_BAD(
-      ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0, args.max_logits, options.stream));
+  JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0,
+                                   args.is_running ? nullptr : args.max_logits, options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
@@ -77,6 +77,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.out = args.out;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
+  params.is_running = args.is_running;
   params.parts.counters = reinterpret_cast<int32_t*>(counter + 1);
   params.parts.parts =
       may_cut ? reinterpret_cast<float4*>(params.parts.counters + kMaxPartCounters) : nullptr;

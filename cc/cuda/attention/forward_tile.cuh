@@ -38,6 +38,7 @@ struct ForwardParams {
   void* out;
   float *lse, *max_logits;
   PartsParams parts;
+  bool is_running;  // Of kernels with a float32 output: as ForwardArgs says.
 };
 
 // The same, of a call with terms.

@@ -235,6 +235,11 @@ __device__ __forceinline__ void WaitReduce() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// Of the line of 128 bytes, which is written later.
+__device__ __forceinline__ void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
 // Makes this thread's writes to shared memory visible to TMA and wgmma.
 __device__ __forceinline__ void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

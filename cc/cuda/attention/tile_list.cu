@@ -171,9 +171,10 @@ Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Sli
 
 Status ResetWork(const AttentionShape& shape, WorkCounter* counter, int num_part_counters,
                  float* max_logits, cudaStream_t stream) {
+  const int num_max_logits =
+      max_logits == nullptr ? 0 : static_cast<int>(shape.batch * shape.num_q_heads);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(ResetKernel, 1, 128, 0, stream, counter,
-                                            num_part_counters, max_logits,
-                                            static_cast<int>(shape.batch * shape.num_q_heads)));
+                                            num_part_counters, max_logits, num_max_logits));
   return {};
 }
 

@@ -124,7 +124,8 @@ JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool 
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                     TileList* list, cudaStream_t stream);
 
-// Resets the counter and those of parts, which follow it, and fills max_logits with -inf.
+// Resets the counter and those of parts, which follow it, and fills max_logits, unless they are
+// null, with -inf.
 Status ResetWork(const AttentionShape& shape, WorkCounter* counter, int num_part_counters,
                  float* max_logits, cudaStream_t stream);
 

@@ -31,21 +31,32 @@ def forward(
   sink,
   bias=None,
   alibi_slopes=None,
+  running_out=None,
+  running_lse=None,
+  running_max_logits=None,
   *,
   softmax_scale: float,
   softcap: float,
   out_dtype: Any,
 ):
-  """Returns out in `out_dtype`, lse and max_logits."""
+  """Returns out in `out_dtype`, lse and max_logits, merged with running results if there are."""
   slices = clamped(slices, q.shape[1], k.shape[1])
 
-  def one(q, k, v, slices, sink, bias=None, alibi_slopes=None):
+  def one(q, k, v, slices, sink, bias=None, alibi_slopes=None, out=None, lse=None, max_logits=None):
     q, k, v = _only_shown(slices, [q], [k, v])
     terms = Terms(bias, alibi_slopes, v.shape[1])
-    return _forward(q, k, v, slices, sink, terms, softmax_scale, softcap, out_dtype)
+    if out is None:
+      # Each row begins with the sink, whose value is 0.
+      lse = jnp.broadcast_to(sink[None], q.shape[:2])
+      out = vary_like(jnp.zeros((*q.shape[:2], v.shape[2]), np.float32), q)
+      max_logits = vary_like(jnp.full(sink.shape, -jnp.inf, np.float32), q)
+    running = (out, lse, max_logits)
+    return _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype)
 
-  terms = {"bias": bias, "alibi_slopes": alibi_slopes}
-  return _over_batch(one, {"q": q, "k": k, "v": v, "slices": slices, "sink": sink, **terms})
+  operands = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink}
+  operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
+  operands |= {"out": running_out, "lse": running_lse, "max_logits": running_max_logits}
+  return _over_batch(one, operands)
 
 
 def backward(
@@ -58,13 +69,17 @@ def backward(
   slices,
   bias=None,
   alibi_slopes=None,
+  running_dq=None,
   *,
   softmax_scale: float,
   softcap: float,
   grad_dtype: Any,
   wants: tuple[str, ...] = (),
 ):
-  """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, as the kernels."""
+  """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, as the kernels.
+
+  With `running_dq`, the first result is that sum of dq, with this call's added.
+  """
   slices = clamped(slices, q.shape[1], k.shape[1])
 
   def one(q, k, v, dout, lse, delta, slices, bias=None, alibi_slopes=None):
@@ -76,10 +91,21 @@ def backward(
   operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
   is_sum = "bias" in wants and bias.shape[0] == 1 and q.shape[0] != 1
   results = (_over_batch_summed if is_sum else _over_batch)(one, operands)
-  gradients, dterms = results[0], dict(results[1])
+  (dq, *gradients), dterms = results[0], dict(results[1])
+  if running_dq is not None:
+    size = q.shape[1] * q.shape[3]
+    dq = running_dq.at[:, :, :size].add(jnp.moveaxis(dq, 1, 2).reshape(*running_dq.shape[:2], size))
+  else:
+    dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
   if "bias" in wants:
     dterms["bias"] = dterms["bias"].astype(bias.dtype)
-  return (*(x.astype(grad_dtype) for x in gradients), *(dterms[name] for name in wants))
+  return (dq, *(x.astype(grad_dtype) for x in gradients), *(dterms[name] for name in wants))
+
+
+def finish_dq(dq_sum, *, q_len: int, head_dim: int, softmax_scale: float, dtype: Any):
+  """dq `[batch, q_len, num_q_heads, head_dim]` from its sum over several calls of `backward`."""
+  dq = dq_sum[:, :, : q_len * head_dim].reshape(*dq_sum.shape[:2], q_len, head_dim)
+  return ((jnp.moveaxis(dq, 2, 1) * np.float32(softmax_scale)).astype(dtype),)
 
 
 def _parted(operands):
@@ -171,18 +197,22 @@ def _cap(logits, softcap):
   return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-def _forward(q, k, v, slices, sink, terms, softmax_scale, softcap, out_dtype):
+def _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype):
+  """`running` is as one more key, whose logit is its lse and whose value is its output."""
   q_len, num_q_heads, _ = q.shape
   num_kv_heads, value_dim = v.shape[1], v.shape[2]
   q_blocks = _blocks(_group_heads(q, num_kv_heads))
   k_blocks, v_blocks = _blocks(k), _blocks(v)
   num_rows, num_keys = q_blocks.shape[1], k_blocks.shape[1]
   heads = (num_kv_heads, num_q_heads // max(num_kv_heads, 1))
-  row_sink = jnp.broadcast_to(sink.reshape(*heads, 1), (*heads, num_rows))
+  # A block of it is [*heads, rows] and [*heads, rows, value_dim], like the sums.
+  running_out, running_lse = (
+    jnp.moveaxis(_blocks(_group_heads(x, num_kv_heads)), 1, 3) for x in running[:2]
+  )
   terms = terms.in_blocks(num_rows, num_keys)
 
   def q_block(args):
-    q_begin, q = args
+    q_begin, q, out, lse = args
 
     def k_block(carry, args):
       k_begin, k, v = args
@@ -207,9 +237,9 @@ def _forward(q, k, v, slices, sink, terms, softmax_scale, softcap, out_dtype):
       return lax.cond(hit, visit, lambda carry: carry, carry), None
 
     start = (
-      row_sink,
-      (row_sink > -jnp.inf).astype(np.float32),
-      vary_like(jnp.zeros((*heads, num_rows, value_dim), np.float32), q),
+      lse,
+      (lse != -jnp.inf).astype(np.float32),
+      out,
       vary_like(jnp.full(heads, -jnp.inf, np.float32), q),
     )
     xs = (_begins(k_blocks), k_blocks, v_blocks)
@@ -219,9 +249,11 @@ def _forward(q, k, v, slices, sink, terms, softmax_scale, softcap, out_dtype):
     lse = jnp.where(empty, -jnp.inf, row_max + jnp.log(jnp.where(empty, 1.0, row_sum)))
     return jnp.moveaxis(out, 2, 0).astype(out_dtype), jnp.moveaxis(lse, 2, 0), max_logits
 
-  out, lse, max_logits = lax.map(q_block, (_begins(q_blocks), q_blocks))
+  xs = (_begins(q_blocks), q_blocks, running_out, running_lse)
+  out, lse, max_logits = lax.map(q_block, xs)
   lse = _unblock(lse, q_len).reshape(q_len, num_q_heads)
   max_logits = max_logits.max(axis=0, initial=-jnp.inf).reshape(num_q_heads)
+  max_logits = jnp.maximum(max_logits, running[2])
   # XLA's maximum may drop NaN. A NaN logit must not look like a healthy head.
   max_logits = jnp.where(jnp.isnan(lse).any(axis=0), jnp.nan, max_logits)
   return _unblock(out, q_len).reshape(q_len, num_q_heads, value_dim), lse, max_logits
@@ -258,10 +290,9 @@ def _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, 
         if softcap:
           ds = ds * jnp.where(mask, 1.0 - (capped / softcap) ** 2, 0.0)
         dterms = terms.gradients(ds, q_begin, k_begin, wants)
-        ds = ds * softmax_scale
         dv = dv + _einsum("hgqk,qhgd->khd", p, dout)
-        dk = dk + _einsum("hgqk,qhgd->khd", ds, q)
-        dq = dq + _einsum("hgqk,khd->qhgd", ds, k)
+        dk = dk + _einsum("hgqk,qhgd->khd", ds * softmax_scale, q)
+        dq = dq + _einsum("hgqk,khd->qhgd", ds, k)  # Without softmax_scale.
         return dk, dv, dq, dterms
 
       hit = touches(slices, q_begin, q_begin + num_rows, k_begin, k_begin + num_keys)

@@ -25,6 +25,8 @@ from jax_magi._src.transforms.varying import vary_like
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 # Optional operands, in the order of the kernels: what is added to the scaled logits.
 TERMS = ("bias", "alibi_slopes")
+# And results of calls over other keys.
+_RUNNING = ("running_out", "running_lse", "running_max_logits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,7 @@ def forward(
   bias=None,
   alibi_slopes=None,
   out_dtype: Any = None,
+  running: tuple[Any, Any, Any] | None = None,
 ):
   """Attention over a batch.
 
@@ -114,6 +117,10 @@ def forward(
       dtype or float32; None is none.
     alibi_slopes: float32 `[batch, num_q_heads]`; each times (key - query) is added, too.
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
+    running: the results of calls over other keys of the same queries, with a float32 `out`. Those
+      of this call are merged with them, in their memory where nothing else uses it; a tile of
+      queries that sees none of these keys costs nothing. The sink belongs to the first call, and is
+      not used here; there are no terms.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
@@ -121,6 +128,11 @@ def forward(
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
   terms = _given(bias=bias, alibi_slopes=alibi_slopes)
+  if running is not None:
+    assert not terms, "terms and running results are not taken together"
+    assert running[0].dtype == np.float32, running[0].dtype
+    dtype = np.dtype(np.float32)
+    terms = dict(zip(_RUNNING, running, strict=True))
   return _forward(config, dtype, tuple(terms))(q, k, v, slices, sink, *terms.values())
 
 
@@ -151,6 +163,7 @@ def backward(
   alibi_slopes=None,
   wants: tuple[str, ...] = (),
   grad_dtype: Any = None,
+  running_dq=None,
 ):
   """Gradients of `forward`, from statistics that may be those of more keys than these.
 
@@ -167,12 +180,17 @@ def backward(
     alibi_slopes: see above.
     wants: which of `TERMS` have a gradient, in their order.
     grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
+    running_dq: a sum of dq over calls with other keys of the same queries, as `empty_dq_sum` makes
+      it and `finished_dq` takes it (dq_sum.py); there are then no terms.
 
   Returns:
-    dq, dk, dv; and what is wanted, each like its operand.
+    dq, dk, dv; and what is wanted, each like its operand. With `running_dq`, that sum with this
+    call's dq added, in its memory where nothing else uses it, takes the place of dq.
   """
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
   terms = _given(bias=bias, alibi_slopes=alibi_slopes)
+  assert not (terms and running_dq is not None), "terms and a running dq are not taken together"
+  terms |= _given(running_dq=running_dq)
   call = _backward(config, dtype, tuple(terms), wants)
   return call(q, k, v, dout, lse, delta, slices, *terms.values())
 
@@ -236,6 +254,10 @@ _LETTERS = {
   "sink": "bh",
   "bias": "bhqk",
   "alibi_slopes": "bh",
+  "running_out": "bqhe",
+  "running_lse": "bqh",
+  "running_max_logits": "bh",
+  "running_dq": "bhw",
 }
 
 # Bounded, as each concrete mask has a config of its own.
@@ -271,9 +293,10 @@ def _backward(
     sm_margin=config.sm_margin,
     static_slices=config.static_slices,
   )
+  dq = "running_dq" if "running_dq" in terms else "q"  # It is like that operand.
   call = _Call(
     ("q", "k", "v", "dout", "lse", "delta", "slices", *terms),
-    tuple(_LETTERS[name] for name in ("q", "k", "v", *wants)),
+    tuple(_LETTERS[name] for name in (dq, "k", "v", *wants)),
     wants,
     is_backward=True,
   )

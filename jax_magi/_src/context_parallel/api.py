@@ -27,6 +27,7 @@ from jax_magi._src.context_parallel.key import (
   check_one_key,
   with_capacities,
 )
+from jax_magi._src.context_parallel.nodes import check_ranks_per_node
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
 from jax_magi._src.context_parallel.sm_margins import sm_margins
 from jax_magi._src.transforms.varying import vary_together
@@ -155,6 +156,7 @@ def context_parallel_attention(
           f"the mesh must have an axis {axis!r}, got {mesh.axis_names}; give mesh=, or set one "
           "with jax.set_mesh"
         )
+  check_ranks_per_node(mesh, axis_name, key.spec.ranks_per_node)
   if return_max_logits and not options.get("reduce_max_logits", True):
     raise ValueError(
       "reduce_max_logits=False is for calc_attn: whole arrays have the maxima of all"

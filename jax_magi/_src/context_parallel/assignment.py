@@ -1,4 +1,4 @@
-"""Chunks of queries to ranks: work as even as it can be, at as few rows moved as it can be.
+"""Chunks of queries to ranks: work as even as possible, and as few rows moved as possible.
 
 All of it is numpy on the host and depends on nothing but the arguments, so that every process finds
 the same answer on its own.
@@ -6,45 +6,32 @@ the same answer on its own.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
-# How far above the mean a rank's work may be, if that saves rows.
-_TOLERANCE = 0.04
-# A pair of work beyond that counts as so many.
-_PENALTY = 100.0
-# The part of the shorter one of computing and moving that does not run beside the longer one.
-_EXPOSED = 0.3
-# Ranks, from the most expensive, that try to exchange chunks, and from the cheapest, with whom.
-_NUM_WORST, _NUM_PARTNERS = 2, 3
-# Then the search ends. For 2,000 documents on 64 ranks, eight took 0.7 s instead of 0.4; for long
-# documents they left 7% less for the busiest rank to move.
-_EXCHANGES_PER_RANK = 4
+from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
+from jax_magi._src.context_parallel.assignment_level import levelled
+from jax_magi._src.context_parallel.assignment_search import improved
+from jax_magi._src.context_parallel.intervals import starts_within
+from jax_magi._src.context_parallel.links import Links
+
 # Of candidates that cost and move up to so much more than the best, the most even one is taken.
-_ENOUGH = 1.1
-# Chunks that move together in the search before the last.
-_GROUP = 4
+_SAME_COST, _SAME_ROWS = 1.02, 1.1
+# Nothing is searched if a simple candidate costs at most so much more than what is possible at all.
+_GOOD_ENOUGH = 1.02
+# Units that become one in the next coarser search.
+_FACTOR = 4
+# Units of a rank and ranges of keys of all units in the finest search.
+_UNITS_OF_RANK, _MAX_RANGES = 64, 16384
+# From so many units on, the search ends as soon as work is as even as it has to be, nearly.
+_ENOUGH_UNITS, _NEARLY = 4096, 1.01
+# Units of a rank where nodes are filled; chunks are too fine for that.
+_UNITS_OF_RANK_FOR_NODES = 4
 
-
-@dataclasses.dataclass(frozen=True)
-class Links:
-  """What moving a row of keys and values costs, in pairs of a query and a key computed meanwhile.
-
-  The defaults are 16 KB a row (keys and values twice, gradients once, in 32 bit, for 8 kv heads of
-  128) at 450 GB/s between the GPUs of a node and 50 GB/s between nodes, and 86 kFLOP a pair (48
-  query heads, forward and backward) at 550 TFLOP/s.
-
-  Attributes:
-    ranks_per_node: neighbouring ranks that share a node.
-    near_row: of a row from the same node.
-    far_row: of a row from another one.
-  """
-
-  ranks_per_node: int = 8
-  near_row: float = 233.0
-  far_row: float = 2100.0
+# How far above the mean a node's work may be: less than a rank's, so that its ranks have a choice.
+_TOLERANCE_OF_NODES = 0.02
 
 
 def contiguous(num_chunks: int, cp_size: int) -> np.ndarray:
@@ -59,53 +46,120 @@ def zigzag(num_chunks: int, cp_size: int) -> np.ndarray:
 
 
 def by_work(
-  work: np.ndarray,
-  needs: np.ndarray,
+  chunks: Units,
   cp_size: int,
-  rows: int,
   links: Links,
-  key_ranks: np.ndarray | None = None,
+  ranks_per_node: int | None = None,
+  keys: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> np.ndarray:
   """int32 `[num_chunks]`: the rank of each chunk; all ranks have equally many.
 
   Args:
-    work: `[num_chunks]`.
-    needs: bool `[num_chunks, num_key_chunks]`, the keys that a chunk of queries sees.
+    chunks: units of one chunk.
     cp_size: number of ranks; divides the number of chunks.
-    rows: rows of a chunk of keys.
     links: what rows cost.
-    key_ranks: where each chunk of keys is; None if it goes where the queries of its number go.
+    ranks_per_node: neighbouring ranks that share a node; divides `cp_size`. None is all.
+    keys: bounds and ranks of chunks of keys; None if they go where the queries go.
   """
+  width = ranks_per_node or cp_size
   if cp_size == 1:
-    return contiguous(len(work), 1)
-  search = _Search(work, needs, cp_size, rows, links, key_ranks)
-  candidates = [search.improved(_near(work, needs, cp_size, rows, links, key_ranks))]
-  candidates.append(_State(search, _largest_first(work, cp_size)))
-  if len(work) % (2 * cp_size) == 0:
-    candidates.append(_State(search, zigzag(len(work), cp_size)))
-  best = min(candidates, key=_State.cost)
+    return contiguous(len(chunks), 1)
+  model = CostModel(chunks, cp_size, width, links.near_row, links.far_row, keys)
+  candidates = _simple_candidates(chunks, cp_size)
+  costs = [model.costs(ranks) for ranks in candidates]
+  if min(c.objective() for c in costs) > _GOOD_ENOUGH * model.least():
+    found = _near(chunks, cp_size, width, links, keys)
+    if width < cp_size and keys is None:
+      found = levelled(model, found)
+    candidates.append(found)
+    costs.append(model.costs(found))
+  best = min(costs, key=lambda c: c.objective())
   good = [
-    state
-    for state in candidates
-    if state.cost() <= _ENOUGH * best.cost()
-    and state.received.mean() <= _ENOUGH * best.received.mean()
+    i
+    for i, c in enumerate(costs)
+    if c.objective() <= _SAME_COST * best.objective() and c.rows() <= _SAME_ROWS * best.rows()
   ]
-  return min(good, key=lambda state: (state.imbalance(), state.costs.mean())).ranks
+  return candidates[min(good, key=lambda i: (costs[i].imbalance(), costs[i].total.mean()))]
 
 
-def _near(work, needs, cp_size, rows, links, key_ranks) -> np.ndarray:
-  """Neighbours stay together, as far as a search among groups of chunks, not single ones, finds."""
-  num_chunks = len(work)
-  if num_chunks % (_GROUP * cp_size) or num_chunks <= _GROUP * cp_size:
-    return contiguous(num_chunks, cp_size)
-  work = work.reshape(-1, _GROUP).sum(axis=1)
-  needs = needs.reshape(len(work), _GROUP, -1).any(axis=1)
-  if key_ranks is None:
-    needs = needs.reshape(len(work), -1, _GROUP).any(axis=2)
-    rows = rows * _GROUP
-  search = _Search(work, needs, cp_size, rows, links, key_ranks)
-  near = search.improved(_near(work, needs, cp_size, rows, links, key_ranks))
-  return np.repeat(near.ranks, _GROUP)
+def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
+  """Assignments that take no search."""
+  candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
+  if len(chunks) % (2 * cp_size) == 0:
+    candidates.append(zigzag(len(chunks), cp_size))
+  return candidates
+
+
+def _near(chunks: Units, cp_size: int, width: int, links: Links, keys) -> np.ndarray:
+  """Neighbours stay together, as far as a search among ever smaller units finds."""
+  levels = _levels(chunks, cp_size)
+  num_nodes = cp_size // width
+  nodes = np.zeros(len(levels[0]), np.int32)
+  if num_nodes > 1:
+    # Nodes first, each as one rank with as many links as it has ranks.
+    fine = (len(level) >= _UNITS_OF_RANK_FOR_NODES * cp_size for level in levels)
+    last = next((i for i, is_fine in enumerate(fine) if is_fine), len(levels) - 1)
+    node_keys = None if keys is None else (keys[0], keys[1] // width)
+
+    def node_model(units: Units) -> CostModel:
+      return CostModel(
+        units, num_nodes, num_nodes, links.far_row, 0.0, node_keys, _TOLERANCE_OF_NODES
+      )
+
+    nodes = _refined(levels[: last + 1], _split(levels[0], nodes, num_nodes), node_model)
+    levels = levels[last:]
+
+  def rank_model(units: Units) -> CostModel:
+    return CostModel(units, cp_size, width, links.near_row, links.far_row, keys)
+
+  ranks = _refined(levels, _split(levels[0], nodes, width), rank_model)
+  return _finer(ranks, levels[-1], chunks)
+
+
+def _levels(chunks: Units, cp_size: int) -> list[Units]:
+  """From the coarsest units to the finest that may be searched."""
+  units = chunks
+  while len(units) > _UNITS_OF_RANK * cp_size or units.begin.size > _MAX_RANGES:
+    coarser = units.grouped(2, cp_size)
+    if not _FACTOR * cp_size <= len(coarser) < len(units):
+      break
+    units = coarser
+  levels = [units]
+  while True:
+    coarser = levels[0].grouped(_FACTOR, cp_size)
+    if not cp_size < len(coarser) < len(levels[0]):
+      return levels
+    levels.insert(0, coarser)
+
+
+def _refined(
+  levels: list[Units], ranks: np.ndarray, make_model: Callable[[Units], CostModel]
+) -> np.ndarray:
+  """The ranks of the finest units, from those of the coarsest."""
+  for number, units in enumerate(levels):
+    if number:
+      ranks = _finer(ranks, levels[number - 1], units)
+    model = make_model(units)
+    ranks = improved(model, ranks)
+    if len(units) >= _ENOUGH_UNITS and model.costs(ranks).load.max() <= _NEARLY * model.limit:
+      break
+  return _finer(ranks, units, levels[-1])
+
+
+def _split(units: Units, parts: np.ndarray, width: int) -> np.ndarray:
+  """Each part's units over `width` ranks, in order, with as many of each size for each rank."""
+  order = np.lexsort((units.sizes, parts))
+  group = parts[order] * (units.sizes.max() + 1) + units.sizes[order]
+  count = np.bincount(group)[group]
+  place = starts_within(group, np.ones_like(group))
+  ranks = np.empty(len(units), np.int32)
+  ranks[order] = parts[order] * width + place * width // count
+  return ranks
+
+
+def _finer(ranks: np.ndarray, coarse: Units, fine: Units) -> np.ndarray:
+  """The ranks of the units that the coarse ones consist of."""
+  return ranks[np.searchsorted(coarse.bounds, fine.bounds[:-1], side="right") - 1]
 
 
 def _largest_first(work: np.ndarray, cp_size: int) -> np.ndarray:
@@ -119,137 +173,3 @@ def _largest_first(work: np.ndarray, cp_size: int) -> np.ndarray:
     if left > 1:
       heapq.heappush(heap, (load + float(work[chunk]), left - 1, rank))
   return ranks
-
-
-class _Search:
-  """Candidates for one mask, and what each costs."""
-
-  def __init__(self, work, needs, cp_size, rows, links, key_ranks):
-    self.work = work.astype(np.float64)
-    self.needs = needs
-    self.cp_size = cp_size
-    self.key_ranks = key_ranks
-    self.limit = self.work.sum() / cp_size * (1.0 + _TOLERANCE)
-    node = np.arange(cp_size) // links.ranks_per_node
-    # [sender, receiver], of a chunk.
-    # Whole numbers, so that sums are exact and every machine finds the same plan.
-    self.price = np.rint(np.where(node[:, None] == node, links.near_row, links.far_row) * rows)
-    np.fill_diagonal(self.price, 0.0)
-
-  def total(self, load, moved):
-    """What a rank costs, from its work and what it sends or receives."""
-    longer, shorter = np.maximum(load, moved), np.minimum(load, moved)
-    return longer + _EXPOSED * shorter + _PENALTY * np.maximum(load - self.limit, 0.0)
-
-  def improved(self, ranks: np.ndarray) -> _State:
-    """Exchanges chunks of the most expensive ranks until none makes one cheaper."""
-    state = _State(self, ranks)
-    for _ in range(_EXCHANGES_PER_RANK * self.cp_size):
-      order = np.argsort(state.costs, kind="stable").tolist()
-      worst = [int(state.load.argmax()), *order[: -_NUM_WORST - 1 : -1]]
-      pairs = ((a, b) for a in dict.fromkeys(worst) for b in order[:_NUM_PARTNERS] if a != b)
-      if not any(state.exchange(a, b) for a, b in pairs):
-        break
-    return state
-
-
-class _State:
-  """A candidate under way."""
-
-  def __init__(self, search: _Search, ranks: np.ndarray):
-    self.search = search
-    self.ranks = ranks.copy()
-    order = np.argsort(ranks, kind="stable")
-    by_rank = search.needs[order].view(np.uint8).reshape(search.cp_size, -1, search.needs.shape[1])
-    # How many of a rank's chunks need a chunk of keys.
-    self.counts = by_rank.sum(axis=1, dtype=np.int16)
-    # What it costs each rank to get each chunk of keys that it needs.
-    self.moves = np.where(self.counts > 0, search.price[self.owners].T, 0.0)
-    self._update_costs()
-
-  def cost(self) -> float:
-    """That of the most expensive rank, and a share of the mean."""
-    return float(self.costs.max() + 0.1 * self.costs.mean())
-
-  def imbalance(self) -> int:
-    """How far the largest work is above the mean, in steps of half a percent."""
-    return int(200.0 * (self.load.max() / max(self.load.mean(), 1.0) - 1.0))
-
-  @property
-  def owners(self) -> np.ndarray:
-    """The rank of each chunk of keys."""
-    return self.ranks if self.search.key_ranks is None else self.search.key_ranks
-
-  def _update_costs(self) -> None:
-    search = self.search
-    self.received = self.moves.sum(axis=1)
-    # What it costs the owner of each chunk to send it to all who need it.
-    self.sending = self.moves.sum(axis=0)
-    self.sent = np.bincount(self.owners, self.sending, search.cp_size)
-    self.load = np.bincount(self.ranks, search.work, search.cp_size)
-    self.costs = search.total(self.load, np.maximum(self.received, self.sent))
-
-  def exchange(self, a: int, b: int) -> bool:
-    """Exchanges the two chunks of ranks a and b that gain most; False if none gains."""
-    ours, theirs = (np.flatnonzero(self.ranks == rank) for rank in (a, b))
-    after_a, after_b = self._after(ours, theirs, a, b), self._after(theirs, ours, b, a).T
-    i, j = np.unravel_index(int(np.argmin(_of_both(after_a, after_b))), after_a.shape)
-    before = _of_both(self.costs[a], self.costs[b]) * (1.0 - 1e-3)
-    if _of_both(after_a, after_b)[i, j] >= before:
-      return False
-    self._swap(ours[i], theirs[j])
-    # What the others need was taken for unchanged.
-    if _of_both(self.costs[a], self.costs[b]) >= before:
-      self._swap(ours[i], theirs[j])
-      return False
-    return True
-
-  def _swap(self, i: int, j: int) -> None:
-    a, b = self.ranks[i], self.ranks[j]
-    change = self.search.needs[j].astype(np.int16) - self.search.needs[i]
-    self.counts[a] += change
-    self.counts[b] -= change
-    self.ranks[i], self.ranks[j] = b, a
-    price, owners = self.search.price, self.owners
-    for rank in (a, b):
-      self.moves[rank] = np.where(self.counts[rank] > 0, price[owners, rank], 0.0)
-    if self.search.key_ranks is None:
-      for chunk in (i, j):
-        self.moves[:, chunk] = np.where(self.counts[:, chunk] > 0, price[owners[chunk]], 0.0)
-    self._update_costs()
-
-  def _after(self, ours: np.ndarray, theirs: np.ndarray, a: int, b: int) -> np.ndarray:
-    """`[ours, theirs]`: what rank a costs if it gives one of ours for one of theirs."""
-    search = self.search
-    load = self.load[a] - search.work[ours][:, None] + search.work[theirs][None, :]
-    price = search.price[self.owners, a]
-    both = search.needs[np.concatenate([ours, theirs])]
-    # Neighbouring keys that the same chunks need are counted together.
-    is_new = (both[:, 1:] != both[:, :-1]).any(axis=0)
-    begins = np.flatnonzero(np.append(True, is_new))
-    price = np.add.reduceat(price, begins)
-    mine, new = both[: len(ours), begins], both[len(ours) :, begins]
-    is_last = self.counts[a][begins][None] - mine == 0  # Not needed without this one of ours.
-    received = (~is_last @ price)[:, None] + (is_last * price) @ new.T.astype(np.float64)
-    sent = np.broadcast_to(self.sent[a], received.shape)
-    if search.key_ranks is None:
-      # The keys of the chunk that went are at b now, those of the one that came are here.
-      received += search.price[b, a] * self._needed(ours, theirs, ours, a)
-      received -= search.price[b, a] * self._needed(ours, theirs, theirs, a)
-      # About what the other owner paid, as if the two had no part in it.
-      sent = sent - self.sending[ours][:, None] + self.sending[theirs][None, :]
-    return search.total(load, np.maximum(received, sent))
-
-  def _needed(self, ours, theirs, chunks, a: int) -> np.ndarray:
-    """`[ours, theirs]`: whether, after the exchange, a needs the keys of the one in `chunks`."""
-    needs, counts = self.search.needs, self.counts[a]
-    if chunks is ours:
-      is_kept = counts[ours] - needs[ours, ours] > 0
-      return is_kept[:, None] | needs[theirs[None, :], ours[:, None]]
-    is_kept = counts[theirs][None] - needs[ours[:, None], theirs[None, :]] > 0
-    return is_kept | needs[theirs, theirs][None]
-
-
-def _of_both(a, b):
-  """The larger cost decides; then what both cost together."""
-  return np.maximum(a, b) + 1e-3 * (a + b)

@@ -105,6 +105,20 @@ def moved_rows(hop: Hop, ranks: Ranks) -> int:
   return hop.rows[0] * (ranks.group_size(hop.level) - 1)
 
 
+def rows_by_link(hop: Hop, ranks: Ranks) -> tuple[int, int]:
+  """The same by links: rows to other nodes, and inside the node, of the rank that is busiest."""
+  rows = moved_rows(hop, ranks)
+  if hop.level == NODE:
+    return rows, 0
+  if hop.level == LOCAL or ranks.num_nodes == 1:
+    return 0, rows
+  if hop.kind == "permute":  # A rank at the edge of its node sends all of them across.
+    return rows, rows
+  if hop.kind == "all_gather":  # As a ring, or a tree, through every NIC of a node.
+    return hop.rows[0] * (ranks.num_nodes - 1), rows
+  return hop.rows[0] * (ranks.count - ranks.per_node), hop.rows[0] * (ranks.per_node - 1)
+
+
 def move(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
   """Rows to the ranks of a group: the communication, and nothing else.
 

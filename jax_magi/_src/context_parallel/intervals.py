@@ -31,7 +31,13 @@ def joined(is_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def union(group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
   """Disjoint (group, begin, end), sorted, that cover the same positions of each group."""
   order = np.lexsort((begin, group))
-  group, begin, end = group[order], begin[order], end[order]
+  return union_of_sorted(group[order], begin[order], end[order])
+
+
+def union_of_sorted(
+  group: np.ndarray, begin: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, ...]:
+  """`union` of what is sorted by group and begin."""
   reach = np.maximum.accumulate(group * _STRIDE + end)
   is_new = np.append(True, group[1:] * _STRIDE + begin[1:] > reach[:-1])[: len(group)]
   first, last = joined(is_new)

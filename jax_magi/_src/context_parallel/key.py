@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import Dispatch, Plan, to_table
+from jax_magi._src.context_parallel.predict import Prediction, predict, stage_seconds
 from jax_magi._src.context_parallel.routes import NOWHERE, is_near_first, levels_of
 
 # How rows may travel; "auto" is one of the first three.
@@ -22,22 +24,26 @@ SENT, RECEIVED = range(2)
 class Capacities:
   """How much a compiled step has room for. Keys of equal capacities share it.
 
-  `a | b` has room for what fits either; a key is made for it with `capacities=`.
+  `a | b` has room for both, and keys are made for it with `capacities=`. Where the two travel by
+  different collectives, a mask may then need more runs than before, and making its key says so.
 
   Attributes:
     slices: slices of a rank and stage.
     rows: for each transfer, rows of keys that a stage gets from it.
     runs: ranges of neighbouring rows in them, and in what a rank sends.
     hops: for each transfer, the collectives that it is made of, with their rows.
+    overlap_degree: into how many stages with a transfer keys of other ranks are split; 0 is none.
   """
 
   slices: int
   rows: tuple[int, ...]
   runs: int
   hops: tuple[tuple[Hop, ...], ...]
+  overlap_degree: int
 
   def __or__(self, other: Capacities) -> Capacities:
-    if [_levels(t) for t in self.hops] != [_levels(t) for t in other.hops]:
+    ways = [(room.overlap_degree, [_levels(t) for t in room.hops]) for room in (self, other)]
+    if ways[0] != ways[1]:
       raise ValueError(
         "capacities of different transports or degrees have no union; make the keys with the same "
         f"transport= and overlap_degree=, got {self} and {other}"
@@ -50,6 +56,7 @@ class Capacities:
         tuple(map(_room_for_both, mine, theirs))
         for mine, theirs in zip(self.hops, other.hops, strict=True)
       ),
+      self.overlap_degree,
     )
 
 
@@ -84,11 +91,15 @@ class KeySpec:
   q_local: int
   k_local: int
   cp_size: int
-  overlap_degree: int
   is_cross: bool
   transport: str
   ranks_per_node: int
   capacities: Capacities
+
+  @property
+  def overlap_degree(self) -> int:
+    """Stages with a transfer."""
+    return self.capacities.overlap_degree
 
   @property
   def num_transfers(self) -> int:
@@ -151,6 +162,27 @@ class DistAttnKey:
 
     return stats_of(self)
 
+  def predict(self, links: Links | None = None, *, keep_remote_kv: bool = False) -> Prediction:
+    """How long attention takes, forward and backward: see `Prediction`.
+
+    Args:
+      links: speeds; None is those of H200 nodes.
+      keep_remote_kv: as in `calc_attn`.
+    """
+    from jax_magi._src.context_parallel.stats import areas_of
+
+    links = links or Links()
+    seconds = stage_seconds(areas_of(self), links)
+    spec = self.spec
+    return predict(
+      spec.capacities.hops,
+      spec.ranks,
+      spec.overlap_degree,
+      seconds,
+      links,
+      keep_remote_kv=keep_remote_kv,
+    )
+
   def plot(self, axes: Any = None) -> Any:
     """Draws who owns what, the work of each rank, and what moves: three matplotlib axes."""
     from jax_magi._src.context_parallel.plot import plot_key
@@ -161,7 +193,7 @@ class DistAttnKey:
     s = self.spec
     return (
       f"DistAttnKey({s.q_len} x {s.k_len} on {s.cp_size} ranks of {s.q_local}, "
-      f"overlap_degree={s.overlap_degree}, transport={s.transport!r}, {s.capacities})"
+      f"transport={s.transport!r}, {s.capacities})"
     )
 
 
@@ -184,7 +216,6 @@ def make_key(
   plan: Plan,
   queries: Dispatch,
   keys: Dispatch,
-  overlap_degree: int,
   capacities: Capacities | None,
 ) -> DistAttnKey:
   """The plan, filled up to capacities: given ones, or else the next round ones."""
@@ -203,7 +234,6 @@ def make_key(
     queries.local_length,
     keys.local_length,
     n,
-    overlap_degree,
     keys is not queries,
     plan.transport,
     plan.ranks.per_node,
@@ -236,7 +266,8 @@ def _needed_capacities(plan: Plan) -> Capacities:
   tables = (plan.take_runs, *plan.send_runs)
   runs = max(most(group, n * plan.num_transfers) for group, _ in tables) + 1
   rows = tuple(plan.num_rows.max(axis=0, initial=0).tolist())
-  return Capacities(most(plan.slices[0], n * plan.num_stages), rows, runs, plan.hops)
+  slices = most(plan.slices[0], n * plan.num_stages)
+  return Capacities(slices, rows, runs, plan.hops, plan.overlap_degree)
 
 
 def _rounded(needed: Capacities, chunks_of_rank: int, keys: Dispatch) -> Capacities:
@@ -247,16 +278,18 @@ def _rounded(needed: Capacities, chunks_of_rank: int, keys: Dispatch) -> Capacit
   def hop(hop: Hop) -> Hop:
     if hop.kind == "all_gather":
       return hop
-    # Between nodes, a quarter too much counts; inside one, fewer programs are worth half of it.
-    parts = 8 if hop.level == NODE else 4
-    rows = tuple(min(_round_up_to_part(max(size, 1), parts), limit) for size in hop.rows)
-    return dataclasses.replace(hop, rows=rows)
+    # Between nodes, a quarter too much counts. Inside one, fewer programs are worth more than that.
+    half = keys.local_length // 2
+    parts = [8 if hop.level == NODE else 4 if size > half else 1 for size in hop.rows]
+    rows = tuple(map(_round_up_to_part, hop.rows, parts))
+    return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
 
   return Capacities(
     _round_up(max(needed.slices, floor)),
     tuple(min(_round_up(max(rows, 1)), limit) for rows in needed.rows),
     _round_up(max(needed.runs, floor)),
     tuple(tuple(map(hop, hops)) for hops in needed.hops),
+    needed.overlap_degree,
   )
 
 

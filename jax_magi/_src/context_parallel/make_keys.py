@@ -9,7 +9,6 @@ import numpy as np
 
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
-from jax_magi._src.context_parallel.assignment import Links
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import (
   TRANSPORTS,
@@ -18,13 +17,23 @@ from jax_magi._src.context_parallel.key import (
   check_key,
   make_key,
 )
-from jax_magi._src.context_parallel.plan import Dispatch, assign_by_area, make_plan, num_chunks
+from jax_magi._src.context_parallel.links import Links
+from jax_magi._src.context_parallel.plan import (
+  Dispatch,
+  Plan,
+  assign_by_area,
+  make_plan,
+  num_chunks,
+)
+from jax_magi._src.context_parallel.predict import predict, stage_seconds
 from jax_magi._src.context_parallel.routes import levels_of
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import area_of
 
 # Chunks of a rank, where the caller does not say: enough to balance one causal document within 1%.
 _CHUNKS_OF_RANK = 32
+# Degrees that "auto" chooses from.
+_DEGREES = (0, 1, 2, 4)
 # Smaller chunks fill no tile of the kernel; but a short sequence gets four of a rank all the same.
 _SMALLEST_CHUNK = 128
 
@@ -38,7 +47,7 @@ def magi_attn_flex_key(
   total_seqlen_k: int | None = None,
   cp_size: int,
   chunk_size: int | None = None,
-  overlap_degree: int = 1,
+  overlap_degree: int | str = 1,
   dispatch: Any = "area",
   cross_attention: bool | None = None,
   capacities: Capacities | None = None,
@@ -59,7 +68,8 @@ def magi_attn_flex_key(
     chunk_size: tokens that stay together; None is a power of two that gives each rank 32 chunks or
       more, of 128 tokens or more where the sequence is long enough.
     overlap_degree: into how many transfers, each with a call of the kernel, the keys of other ranks
-      are split; the call over a rank's own keys needs none. 0 is one transfer and one call.
+      are split; the call over a rank's own keys needs none. 0 is one transfer and one call. "auto"
+      is the one that is predicted to finish first.
     dispatch: who gets which chunk. "area": even work, few rows to move. "zigzag": the i-th block
       from the front and from the back. "contiguous": in order, so that the function `dispatch` only
       pads. Or int `[num_chunks]`, the rank of each chunk, equally many for each.
@@ -94,7 +104,7 @@ def magi_attn_flex_key(
     size = _chunk_size("total_seqlen_k", None, mask.k_len, cp_size)
     count = num_chunks(mask.k_len, size, cp_size)
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
-  ranks = _check_ranks(cp_size, ranks_per_node)
+  ranks = check_ranks(cp_size, ranks_per_node)
   links = links or Links()
   queries = _make_dispatch(mask, ranks, chunk_size, dispatch, keys, links)
   return _plan_key(
@@ -133,7 +143,7 @@ def key_for_new_mask(
   k_ranges: Any = None,
   attn_type_map: Any = None,
   *,
-  overlap_degree: int | None = None,
+  overlap_degree: int | str | None = None,
   capacities: Capacities | None = None,
   transport: str = "auto",
   links: Links | None = None,
@@ -220,7 +230,7 @@ def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
   return 1 << (wanted.bit_length() - 1)
 
 
-def _check_ranks(cp_size: int, per_node: Any) -> Ranks:
+def check_ranks(cp_size: int, per_node: Any) -> Ranks:
   """The ranks and their nodes."""
   if per_node is None:
     return Ranks(cp_size, cp_size)
@@ -242,7 +252,7 @@ def _make_dispatch(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> Dis
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
     slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
-    of_chunks = assign_by_area(slices, length, size, cp_size, keys, links)
+    of_chunks = assign_by_area(slices, length, size, cp_size, keys, links, ranks.per_node)
     return Dispatch(length, size, cp_size, of_chunks)
   blocks = 2 if dispatch == "zigzag" else 1
   if chunk_size is None:
@@ -285,7 +295,6 @@ def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dis
 def _plan_key(
   mask, queries, keys, overlap_degree, capacities, transport, ranks: Ranks, links
 ) -> DistAttnKey:
-  degree = check_length("overlap_degree", overlap_degree)
   check_choice("transport", transport, ("auto", *TRANSPORTS))
   if transport == "ragged" and ranks.num_nodes > 1:
     raise ValueError(
@@ -294,23 +303,36 @@ def _plan_key(
     )
   if transport == "two_level" and len(levels_of(transport, ranks)) == 1:
     transport = "all_to_all"  # Of one node, or of nodes of one rank, it is the same.
+  degrees = _check_degree(overlap_degree)
   hops = None
   if capacities is not None:
     if not isinstance(capacities, Capacities):
       raise ValueError(f"capacities must be Capacities, got {type(capacities).__name__}")
-    hops = capacities.hops
-    transport = _transport_of(capacities, transport, ranks, max(degree, 1))
-  plan = make_plan(np.asarray(mask.slices), queries, keys, degree, ranks, transport, hops, links)
-  return make_key(plan, queries, keys, degree, capacities)
+    if capacities.overlap_degree not in degrees:
+      raise ValueError(f"overlap_degree is {overlap_degree}, but capacities are of {capacities}")
+    degrees, hops = (capacities.overlap_degree,), capacities.hops
+    transport = _transport_of(capacities, transport, ranks)
+  slices = np.asarray(mask.slices)
+  plans = [make_plan(slices, queries, keys, d, ranks, transport, hops, links) for d in degrees]
+  return make_key(min(plans, key=lambda plan: _seconds(plan, links)), queries, keys, capacities)
 
 
-def _transport_of(capacities: Capacities, transport: str, ranks: Ranks, num_transfers: int) -> str:
+def _check_degree(degree: Any) -> tuple[int, ...]:
+  """The degrees to choose from."""
+  if isinstance(degree, str):
+    if degree != "auto":
+      raise ValueError(f"overlap_degree must be a number or 'auto', got {degree!r}")
+    return _DEGREES
+  return (check_length("overlap_degree", degree),)
+
+
+def _seconds(plan: Plan, links: Links) -> float:
+  seconds = stage_seconds(plan.areas(), links)
+  return predict(plan.hops, plan.ranks, plan.overlap_degree, seconds, links).total
+
+
+def _transport_of(capacities: Capacities, transport: str, ranks: Ranks) -> str:
   """The transport that capacities are of."""
-  if len(capacities.hops) != num_transfers:
-    raise ValueError(
-      f"capacities are of {len(capacities.hops)} transfers, but overlap_degree asks for "
-      f"{num_transfers}"
-    )
   levels = {hop.level for hops in capacities.hops for hop in hops}
   kind = capacities.hops[0][0].kind
   found = "two_level" if levels != {ALL} else "all_to_all" if kind == "permute" else kind

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_magi._src.attention import ops
-from jax_magi._src.attention.merge import merge_attention
+from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from jax_magi._src.context_parallel.exchange import transfers_of
 from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.schedule import (
@@ -69,37 +69,34 @@ def _forward(config: RankConfig, q, k, v, key, sink):
     transfers = []
   steps = steps_of([len(transfer.hops) for transfer in transfers])
 
-  def attend(step, slices):
-    # The sink takes part in one call's softmax, and so in their union's.
-    step_sink = sink if step is steps[0] else jnp.full_like(sink, -jnp.inf)
-    operands = (q, *stages[step.stage], slices, step_sink)
+  def attend(step, running, slices):
+    """The results of all steps up to this one; `running` are those of the steps before it."""
+    operands = (q, *stages[step.stage], slices, sink)
     # Results of several calls are rounded once, when they are one.
     out_dtype = np.float32 if len(steps) > 1 else None
-    results = ops.forward(config.forward, *(x[None] for x in operands), out_dtype=out_dtype)
-    return tuple(x[0] for x in results)
+    return ops.forward(
+      config.forward, *(x[None] for x in operands), out_dtype=out_dtype, running=running
+    )
 
-  results: list[Any] = []
+  running: Any = None
   parts = [[both] for _ in transfers]  # What each transfer has brought so far.
   for step in steps:
     slices = key.slices[0, step.stage]
     if (num_parts := num_parts_of(steps, step.stage)) > 1:
-      rows = part_of_rows(q.shape[0], step.part, num_parts)
-      slices = slices_of_queries(slices, *rows)
+      slices = slices_of_queries(slices, *part_of_rows(q.shape[0], step.part, num_parts))
     moves, sent = _casts(step, transfers, parts)
-    done, result, arrived = side_by_side(
-      (results, parts),
+    parts, running, arrived = side_by_side(
+      parts,
       functools.partial(attend, step),
+      running,
       slices,
       moves,
       sent,
       with_barrier=config.kernel_barrier,
     )
-    results, parts = done
-    results.append(result)
     _arrive(step, transfers, parts, arrived, stages, k, v)
-  outs, lses, maxima = zip(*results, strict=True)
-  out, lse = merge_attention(outs, lses) if len(steps) > 1 else (outs[0], lses[0])
-  out, max_logits = out.astype(q.dtype), functools.reduce(jnp.maximum, maxima)
+  out, lse, max_logits = (x[0] for x in running)
+  out = out.astype(q.dtype)
   if config.reduces_max_logits:
     max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
     # XLA has one collective in flight. Unless this one is over before the next begins, it may be
@@ -145,20 +142,22 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   k, v, dout = lax.optimization_barrier((k, v, dout))
   transfers = transfers_of(key, config.axis_name)
   queries = (q, dout, lse, row_delta)
+  dq = empty_dq_sum(q[None], v[None])  # To which kernels add.
   if not key.spec.overlap_degree:
     stage_k, stage_v = kept[0] if kept else _parted(transfers[0].cast(_joined(k, v)), k, v)
-    dq, gradient = _stage_backward(config, queries, stage_k, stage_v, key.slices[0, 0])
+    dq, gradient = _stage_backward(config, queries, stage_k, stage_v, dq, key.slices[0, 0])
     dk_dv = transfers[0].reduce(gradient, config.remote_grad_dtype, config.backward.deterministic)
   elif key.spec.cp_size == 1:
-    dq, dk_dv = _stage_backward(config, queries, k, v, key.slices[0, 0])
+    dq, dk_dv = _stage_backward(config, queries, k, v, dq, key.slices[0, 0])
   else:
-    dq, dk_dv = _staged_backward(config, queries, k, v, key, transfers, kept)
+    dq, dk_dv = _staged_backward(config, queries, k, v, dq, key, transfers, kept)
+  dq = finished_dq(config.backward, dq, q[None], v[None], q.dtype)[0]
   dk, dv = _parted(dk_dv, k, v)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
 
 
-def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
-  """float32 dq, and dk and dv as one array of rows; the steps of `steps_of` tell the order."""
+def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept):
+  """The sum of dq, and dk and dv as one array of rows; the steps of `steps_of` tell the order."""
   both = _joined(k, v)
   stages: dict[int, tuple[Any, Any]] = dict(kept or {0: (k, v)})
   steps = steps_of(
@@ -167,10 +166,10 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
   # By transfer, what it has brought so far; and gradients of that, until they are home.
   parts: list[Any] = [[both] for _ in transfers]
   back: list[Any] = [None for _ in transfers]
-  # By stage, gradients of the parts of its keys; and the sums, which grow as they come, as all that
-  # is there waits at each step.
+  # By stage, gradients of the parts of its keys; and the sum of those of the rank's own keys, which
+  # grows as they come, as all that is there waits at each step.
   gradients: dict[int, list[Any]] = {}
-  dk_dv = dq = None
+  dk_dv = None
   for step in steps:
     stage_k, stage_v = stages[step.stage]
     num_parts = num_parts_of(steps, step.stage)
@@ -188,9 +187,10 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
         back[stage - 1] = transfer.parted(jnp.concatenate(gradients.pop(stage)))
       moves.append(functools.partial(transfer.move_back, hop))
       sent.append(transfer.packed_back(back[stage - 1], config.remote_grad_dtype))
-    (gradients, dk_dv, dq, parts, back), (part_dq, gradient), arrived = side_by_side(
-      (gradients, dk_dv, dq, parts, back),
+    (gradients, dk_dv, parts, back), (dq, gradient), arrived = side_by_side(
+      (gradients, dk_dv, parts, back),
       kernel,
+      dq,
       slices,
       moves,
       sent,
@@ -203,7 +203,6 @@ def _staged_backward(config: RankConfig, queries, k, v, key, transfers, kept):
       back[stage - 1] = None if hop == 0 else summed
       dk_dv = _sum(dk_dv, summed[0]) if hop == 0 else dk_dv
     gradients[step.stage] = [*gradients.get(step.stage, []), gradient]
-    dq = _sum(dq, part_dq)
   return dq, _sum(dk_dv, jnp.concatenate(gradients[0]))
 
 
@@ -211,14 +210,12 @@ def _sum(total, x):
   return x if total is None else total + x
 
 
-def _stage_backward(config: RankConfig, queries, k, v, slices):
-  """float32 dq, and dk and dv as one array of rows."""
+def _stage_backward(config: RankConfig, queries, k, v, dq, slices):
+  """The sum of dq with the stage's added, and float32 dk and dv as one array of rows."""
   q, dout, lse, row_delta = queries
-  operands = (q, k, v, dout, lse, row_delta, slices)
-  dq, dk, dv = (
-    x[0] for x in ops.backward(config.backward, *(x[None] for x in operands), grad_dtype=np.float32)
-  )
-  return dq, _joined(dk, dv)
+  operands = (x[None] for x in (q, k, v, dout, lse, row_delta, slices))
+  dq, dk, dv = ops.backward(config.backward, *operands, grad_dtype=np.float32, running_dq=dq)
+  return dq, _joined(dk[0], dv[0])
 
 
 rank_attention.defvjp(_rank_attention_fwd, _rank_attention_bwd)

@@ -21,10 +21,11 @@ from jax_magi._src.context_parallel.intervals import (
   starts_within,
   union,
 )
+from jax_magi._src.context_parallel.legs import Rows
+from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.local_slices import merged, moved, shown_keys
 from jax_magi._src.context_parallel.routes import (
   NEARLY_ALL,
-  Rows,
   Runs,
   find_routes,
   gathers_nodes,
@@ -34,9 +35,6 @@ from jax_magi._src.context_parallel.routes import (
   with_transfers,
 )
 from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
-
-# Chunks whose keys are counted at once, to bound the memory.
-_ROWS_AT_ONCE = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +90,8 @@ def assign_by_area(
   chunk_size: int,
   cp_size: int,
   keys: Dispatch | None,
-  links: assignment.Links,
+  links: Links,
+  ranks_per_node: int | None = None,
 ) -> np.ndarray:
   """int32: the rank of each chunk of queries, and of the keys of the same number if keys is None.
 
@@ -103,23 +102,16 @@ def assign_by_area(
     cp_size: number of ranks.
     keys: where keys are, if they are dispatched on their own.
     links: what moving a row costs.
+    ranks_per_node: neighbouring ranks that share a node; None is all.
   """
   count = num_chunks(q_len, chunk_size, cp_size)
-  key_size = chunk_size if keys is None else keys.chunk_size
-  num_key_chunks = count if keys is None else keys.num_chunks
   pieces, _, chunk = _pieces(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
-  begin, end = shown_keys(pieces)
-  needs = np.empty((count, num_key_chunks), bool)
-  for first in range(0, count, _ROWS_AT_ONCE):
-    block = needs[first : first + _ROWS_AT_ONCE]
-    mine = (first <= chunk) & (chunk < first + len(block))
-    edges = np.zeros((len(block), num_key_chunks + 1), np.int32)
-    np.add.at(edges, (chunk[mine] - first, begin[mine] // key_size), 1)
-    np.add.at(edges, (chunk[mine] - first, (end[mine] - 1) // key_size + 1), -1)
-    block[:] = np.cumsum(edges, axis=1)[:, :-1] > 0
-  key_ranks = None if keys is None else keys.ranks
-  return assignment.by_work(work, needs, cp_size, key_size, links, key_ranks)
+  units = assignment.Units.of_chunks(work, chunk_size, chunk, *shown_keys(pieces))
+  owners = None
+  if keys is not None:
+    owners = np.arange(keys.num_chunks + 1) * keys.chunk_size, keys.ranks
+  return assignment.by_work(units, cp_size, links, ranks_per_node, owners)
 
 
 def _pieces(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -141,6 +133,7 @@ class Plan:
   buffer of keys that one transfer brings. Buffers are in the order of the sequence.
 
   Attributes:
+    overlap_degree: stages with a transfer.
     num_stages: calls of the kernel.
     num_transfers: transfers.
     slices: rank * num_stages + stage, and int64 slices of its queries and the stage's buffer.
@@ -153,6 +146,7 @@ class Plan:
     ranks: of the axis.
   """
 
+  overlap_degree: int
   num_stages: int
   num_transfers: int
   slices: tuple[np.ndarray, np.ndarray]
@@ -164,6 +158,12 @@ class Plan:
   transport: str
   ranks: Ranks
 
+  def areas(self) -> np.ndarray:
+    """int64 `[ranks, stages]`: visible pairs."""
+    group, slices = self.slices
+    areas = np.bincount(group, area_of(slices), self.ranks.count * self.num_stages)
+    return areas.astype(np.int64).reshape(self.ranks.count, self.num_stages)
+
 
 def make_plan(
   slices: np.ndarray,
@@ -173,7 +173,7 @@ def make_plan(
   ranks: Ranks,
   transport: str = "auto",
   given: tuple[tuple[Hop, ...], ...] | None = None,
-  links: assignment.Links | None = None,
+  links: Links | None = None,
 ) -> Plan:
   """The plan of a mask (int32 slices) on a dispatch.
 
@@ -193,7 +193,7 @@ def make_plan(
   # Where the caller asked for pairs of equal size, all masks shall travel alike.
   permutes = transport != "all_to_all"
   if transport == "auto":
-    transport = _cheapest(rows, keys.local_length, ranks, links or assignment.Links())
+    transport = _cheapest(rows, keys.local_length, ranks, links or Links())
   if given is not None:
     gathers = any(hop.kind == "all_gather" for hops in given for hop in hops)
   elif len(levels_of(transport, ranks)) == 2:
@@ -220,6 +220,7 @@ def make_plan(
   stage = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
   group_of_slices = np.concatenate([part[0] for part in parts]) * len(parts) + stage
   return Plan(
+    overlap_degree=overlap_degree,
     num_stages=len(parts),
     num_transfers=num_transfers,
     slices=merged(group_of_slices, np.concatenate([part[1] for part in parts])),
@@ -269,7 +270,7 @@ def _own_rows(keys: Dispatch) -> Rows:
   return rows[order]
 
 
-def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: assignment.Links) -> str:
+def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
   """The transport that takes the least time; of those that take about as long, the simplest."""
   if ranks.count == 1:
     return "all_to_all"

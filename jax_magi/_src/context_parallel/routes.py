@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows, num_blocks
 from jax_magi._src.context_parallel.intervals import cut, joined, starts_within, union
+from jax_magi._src.context_parallel.legs import STRIDE, Leg, Rows, legs_of
 
 # A row that is in no buffer. As an index it is out of every array's bounds.
 NOWHERE = 1 << 29
@@ -24,32 +25,6 @@ NEARLY_ALL = 0.9
 _MOST_SHIFTS = {ALL: 2, NODE: 1, LOCAL: 1}
 # Pieces of a rank's rows that go to transfers in turns.
 _TURNS = 4
-# Positions of different groups, that many apart, never meet.
-_STRIDE = 1 << 31
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-  """Ranges of keys that ranks need, by rank and position: none crosses the edge of an owner's run.
-
-  Attributes:
-    rank: who needs it.
-    begin: its first position in the sequence.
-    size: number of rows.
-    owner: who has it.
-    local: where the owner has it.
-    transfer: which one brings it.
-  """
-
-  rank: np.ndarray
-  begin: np.ndarray
-  size: np.ndarray
-  owner: np.ndarray
-  local: np.ndarray
-  transfer: np.ndarray
-
-  def __getitem__(self, index) -> Rows:
-    return Rows(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
 
 # Runs of a table: the group (rank * num_transfers + transfer), and int64 [n, 4] of to_block,
@@ -95,7 +70,7 @@ def part_length(local_length: int, num_parts: int) -> int:
 def moved_by_transport(rows: Rows, k_local: int, ranks: Ranks) -> dict[str, tuple[int, int]]:
   """Rows that the busiest rank moves between nodes and inside its node, padding included."""
   n, nodes = ranks.count, ranks.num_nodes
-  (flat,) = _legs(rows, k_local, ranks, (ALL,), 1)
+  (flat,) = legs_of(rows, k_local, ranks, (ALL,), 1)
   pairs = _moved(flat.sizes()[:, 0], ALL, ranks)
   far = pairs * (n - ranks.per_node) // max(n - 1, 1)
   moved = {
@@ -104,7 +79,7 @@ def moved_by_transport(rows: Rows, k_local: int, ranks: Ranks) -> dict[str, tupl
   }
   levels = levels_of("two_level", ranks)
   if len(levels) == 2:
-    legs = _legs(rows, k_local, ranks, levels, 1)
+    legs = legs_of(rows, k_local, ranks, levels, 1)
     crossing, near = (_moved(leg.sizes()[:, 0], leg.level, ranks) for leg in legs)
     # As an all-gather over nodes, it is at most this.
     moved["two_level"] = (min(crossing, (nodes - 1) * k_local), near)
@@ -213,7 +188,7 @@ def _padded(rows: Rows, k_local: int, ranks: Ranks, levels: Sequence[str], count
 
   The sum alone would be least with everything in one transfer, beside which nothing runs.
   """
-  leg = _legs(rows, k_local, ranks, levels, count)[0]
+  leg = legs_of(rows, k_local, ranks, levels, count)[0]
   most = np.array([_moved(leg.sizes()[:, t], leg.level, ranks) for t in range(count)])
   return float(most.sum() + count * most.max(initial=0))
 
@@ -244,7 +219,7 @@ def find_routes(
     given: hops whose kinds are taken over; None if each is to be the one that moves least.
   """
   levels = levels_of(transport, ranks)
-  legs = _legs(rows, k_local, ranks, levels, num_transfers)
+  legs = legs_of(rows, k_local, ranks, levels, num_transfers)
   sizes = tuple(leg.sizes() for leg in legs)
   first = is_near_first(levels, num_transfers)
   hops = []
@@ -286,25 +261,11 @@ def find_routes(
 
 def gathers_nodes(rows: Rows, k_local: int, ranks: Ranks) -> bool:
   """Whether nodes need nearly everything of each other."""
-  far = _legs(rows, k_local, ranks, (NODE, LOCAL), 1)[0].sizes()[:, 0]
+  far = legs_of(rows, k_local, ranks, (NODE, LOCAL), 1)[0].sizes()[:, 0]
   return _moved(far, NODE, ranks) >= NEARLY_ALL * (ranks.num_nodes - 1) * k_local
 
 
-def _legs(rows: Rows, k_local, ranks: Ranks, levels: Sequence[str], num_transfers) -> list[_Leg]:
-  """The parts of the way of all rows, one for each level."""
-  if levels == (ALL,):
-    return [_Leg(ALL, ranks, k_local, num_transfers, rows, rows.owner, rows.rank)]
-  first = rows.rank - rows.rank % ranks.per_node  # Of the node that needs it.
-  relay = first + rows.owner % ranks.per_node
-  near = np.where(rows.owner // ranks.per_node == rows.rank // ranks.per_node, rows.owner, relay)
-  return [
-    # What stays in a node is sent by nobody, from its owner to itself.
-    _Leg(NODE, ranks, k_local, num_transfers, rows, rows.owner, near),
-    _Leg(LOCAL, ranks, k_local, num_transfers, rows, near, rows.rank),
-  ]
-
-
-def _send_runs(legs: list[_Leg], number: int) -> Runs:
+def _send_runs(legs: list[Leg], number: int) -> Runs:
   """Where what is sent lies, and where it is taken from."""
   leg = legs[number]
   sender, transfer, receiver, row, size, place = leg.content()
@@ -351,84 +312,6 @@ def _like(hop: Hop, size: np.ndarray, ranks: Ranks) -> Hop:
   return dataclasses.replace(hop, rows=tuple(int(shifts[shift]) for shift in hop.shifts))
 
 
-class _Leg:
-  """A part of the way of rows: senders and receivers of one level, and where rows lie.
-
-  Attributes:
-    row: identifies a row among all that may lie in one buffer; neighbours of an owner are so here.
-    hops: of each transfer, None where it has no such hop; set when they are known.
-    first_block: of each transfer, the number of the first block that the hop brings; likewise.
-  """
-
-  hops: list[Hop | None]
-  first_block: np.ndarray
-
-  def __init__(self, level, ranks: Ranks, k_local, num_transfers, rows: Rows, sender, receiver):
-    self.level, self.ranks, self.num_transfers = level, ranks, num_transfers
-    self.sender, self.receiver = sender, receiver
-    # Those of different nodes do not touch: they are not sent as one range.
-    self.stride = k_local + 1
-    self.row = rows.local + rows.owner // ranks.per_node * self.stride
-    moves = sender != receiver
-    group = self._group(sender[moves], rows.transfer[moves], receiver[moves])
-    begin = self.row[moves]
-    # Each row once, whoever needs it behind the receiver.
-    self._groups, self._begins, ends = union(group, begin, begin + rows.size[moves])
-    self._sizes = ends - self._begins
-    self._places = starts_within(self._groups, self._sizes)
-
-  def index(self, rank):
-    """The place of ranks in their groups."""
-    return self.ranks.index(self.level, rank)
-
-  def _group(self, sender, transfer, receiver):
-    size = self.ranks.group_size(self.level)
-    return (sender * self.num_transfers + transfer) * size + self.index(receiver)
-
-  def sizes(self) -> np.ndarray:
-    """int64 `[sender, transfer, group size]`: rows to each rank of the group."""
-    shape = self.ranks.count, self.num_transfers, self.ranks.group_size(self.level)
-    return np.bincount(self._groups, self._sizes, math.prod(shape)).astype(np.int64).reshape(shape)
-
-  def content(self):
-    """Sender, transfer, the receiver's index, row, size and place of each range that is sent."""
-    group, receiver = np.divmod(self._groups, self.ranks.group_size(self.level))
-    sender, transfer = np.divmod(group, self.num_transfers)
-    return sender, transfer, receiver, self._begins, self._sizes, self._places
-
-  def gathers(self) -> np.ndarray:
-    """bool `[num_transfers]`: whether it is an all-gather."""
-    return np.array([hop is not None and hop.kind == "all_gather" for hop in self.hops])
-
-  def block(self, transfer, sender, receiver, *, is_sent: bool):
-    """The block of what is sent, or of what arrives, from the indices of both in their group."""
-    block = receiver.copy() if is_sent else sender.copy()
-    for t, hop in enumerate(self.hops):
-      if hop is not None and hop.kind == "permute":
-        number = np.zeros(self.ranks.group_size(self.level), np.int64)
-        number[list(hop.shifts)] = np.arange(len(hop.shifts))
-        block = np.where(transfer == t, number[(receiver - sender) % len(number)], block)
-    return block
-
-  def arrived(self, sender, receiver, transfer, row) -> np.ndarray:
-    """int64 `[n, 2]`: block and place, at the receiver, of rows that came from the sender."""
-    block = self.first_block[transfer] + self.block(
-      transfer, self.index(sender), self.index(receiver), is_sent=False
-    )
-    place = np.zeros_like(row)
-    if len(self._groups):
-      group = self._group(sender, transfer, receiver)
-      at = np.searchsorted(
-        self._groups * _STRIDE + self._begins, group * _STRIDE + row, side="right"
-      )
-      at = np.maximum(at - 1, 0)
-      place = self._places[at] + row - self._begins[at]
-    begins = np.array([0 if hop is None else hop.begin for hop in self.hops])
-    is_gathered = self.gathers()[transfer]
-    place = np.where(is_gathered, row % self.stride - begins[transfer], place)
-    return np.stack([block, place], axis=1)
-
-
 def runs_of(group: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> Runs:
   """Ranges as runs that end where nothing follows, neighbours that stay neighbours joined.
 
@@ -441,7 +324,7 @@ def runs_of(group: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> Runs:
   is_new = np.append(True, (group[1:] != group[:-1]) | (columns[1:] != ends[:-1]).any(axis=1))
   first, last = joined(is_new[: len(group)])
   # After the last one of each block there is nothing.
-  blocks = group[last] * _STRIDE + columns[last, 0]
+  blocks = group[last] * STRIDE + columns[last, 0]
   is_last = np.append(blocks[1:] != blocks[:-1], True)[: len(blocks)]
   stops = ends[last[is_last]]
   stops[:, 2:] = 0, NOWHERE

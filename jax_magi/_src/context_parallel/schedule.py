@@ -43,13 +43,14 @@ _ROW_MULTIPLE = 128
 def side_by_side(
   done: Any,
   kernel: Callable,
+  running: Any,
   slices: Any,
   moves: Sequence[Callable],
   sent: Sequence[Any],
   *,
   with_barrier: bool,
 ) -> tuple[Any, Any, Any]:
-  """One step: `kernel(slices)` and `move(sent)` of each move, which is no more than a transfer.
+  """One step: `kernel(running, slices)`, and `move(sent)` for each move, which is but a transfer.
 
   Both begin when `done`, the results of steps before, and their operands are there; and nothing
   that uses the results of either is run before both are done. So a transfer cannot wait for its
@@ -57,8 +58,10 @@ def side_by_side(
 
   Args:
     done: a pytree.
-    kernel: of slices, the one operand that differs from step to step at no cost.
-    slices: its operand.
+    kernel: of two operands that differ from step to step at no cost.
+    running: results of kernels before this one, to whose memory it may write: nothing else takes
+      them from here on.
+    slices: the mask.
     moves: none, or a few.
     sent: the operand of each.
     with_barrier: whether the kernel waits until the GPU has taken up the transfer.
@@ -66,11 +69,11 @@ def side_by_side(
   Returns:
     `done`, to be used instead of what was given; the kernel's result; and those of the moves.
   """
-  done, slices, sent = lax.optimization_barrier((done, slices, list(sent)))
+  done, running, slices, sent = lax.optimization_barrier((done, running, slices, list(sent)))
   arrived = [move(x) for move, x in zip(moves, sent, strict=True)]
   if moves and with_barrier:
     slices = kernel_barrier(slices)
-  return lax.optimization_barrier((done, kernel(slices), arrived))
+  return lax.optimization_barrier((done, kernel(running, slices), arrived))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Step:
   """A part of a stage's kernel, and the hops beside it.
 
   Attributes:
-    stage: 0 is the rank's own keys.
+    stage: 0 is the rank's own keys; -1, in predictions alone, is no kernel.
     part: which of the stage's parts.
     casts: (stage, hop) of keys on their way in.
     reduces: (stage, hop) of gradients on their way back.

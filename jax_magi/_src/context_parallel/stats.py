@@ -66,12 +66,8 @@ class PlanStats:
 
 def stats_of(key: DistAttnKey) -> PlanStats:
   """See `PlanStats`."""
-  slices = concrete(key.slices)
   spec = key.spec
-  if slices is None or slices.ndim != 4 or slices.shape[0] != spec.cp_size:
-    raise ValueError(f"stats needs one concrete key of all {spec.cp_size} ranks, got {key}")
-  areas = area_of(slices)
-  area = areas.sum(axis=(1, 2))
+  area = areas_of(key).sum(axis=1)
   everything = (spec.cp_size - 1) * spec.k_local
   levels = {
     level: _level_stats(key, level, np.asarray(pairs, np.int64))
@@ -81,7 +77,7 @@ def stats_of(key: DistAttnKey) -> PlanStats:
   return PlanStats(
     area=area,
     balance=float(area.max() / area.mean()) if area.any() else 1.0,
-    num_slices=(areas > 0).sum(axis=2),
+    num_slices=(area_of(np.asarray(key.slices)) > 0).sum(axis=2),
     rows_sent=np.sum([level.rows_sent for level in levels.values()], axis=0),
     rows_received=np.sum([level.rows_received for level in levels.values()], axis=0),
     rows_needed=needed,
@@ -93,6 +89,15 @@ def stats_of(key: DistAttnKey) -> PlanStats:
     transport=spec.transport,
     levels=levels,
   )
+
+
+def areas_of(key: DistAttnKey) -> np.ndarray:
+  """int64 `[cp_size, stages]`: visible pairs."""
+  slices = concrete(key.slices)
+  count = key.spec.cp_size
+  if slices is None or slices.ndim != 4 or slices.shape[0] != count:
+    raise ValueError(f"stats needs one concrete key of all {count} ranks, got {key}")
+  return area_of(slices).sum(axis=2)
 
 
 def _level_stats(key: DistAttnKey, level: str, pairs: np.ndarray) -> LevelStats:

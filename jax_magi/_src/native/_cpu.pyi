@@ -10,6 +10,8 @@ class AttentionNeeds:
   @property
   def is_dq_summed(self) -> bool: ...
   @property
+  def dq_sum_words(self) -> int: ...
+  @property
   def is_dbias_summed(self) -> bool: ...
   @property
   def tile_list(self) -> bytes: ...
@@ -47,5 +49,6 @@ def attention_needs(
   has_alibi: bool = False,
   wants_dbias: bool = False,
   wants_dslopes: bool = False,
+  sums_dq: bool = False,
 ) -> AttentionNeeds:
   """What a call with these operands needs. `static_slices`, if known, give it a tile list."""

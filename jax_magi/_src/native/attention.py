@@ -5,6 +5,7 @@
     k, v, dk, dv    [b, k_len, num_kv_heads, dim]   sink, max_logits      [b, num_q_heads]
     slices          [b, num_slices, 6]              alibi_slopes, dslopes [b, num_q_heads]
     bias, dbias     [b, num_q_heads or 1, q_len or 1, k_len]    tile_list words, or none
+    dq_sum          [b, num_q_heads, words], in an order of the backend's own
 
 What an operand means is the same for every backend, and stands in `cc/attention.h`.
 """
@@ -17,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.native.backends import Backend
+from jax_magi._src.arguments import has_symbols
+from jax_magi._src.native.backends import BACKENDS, Backend
 from jax_magi._src.native.call import call_on_whole_arrays, native_call
 
 _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
+_FINISH_DQ = "jax_magi_attention_finish_dq"
 _TILE_LIST = "jax_magi_attention_tile_list"
 
 # How others tell the calls: the text of a compiled program has the targets, a profile of CPUs only
@@ -101,6 +104,7 @@ def _needs(
   bias: Any = None,
   alibi_slopes: Any = None,
   wants: tuple[str, ...] = (),
+  sums_dq: bool = False,
 ) -> Any:
   """`static_slices` are the values of `slices`, where they are known and one list."""
   # Terms without elements are none, as handlers see them.
@@ -120,6 +124,7 @@ def _needs(
     has_alibi=alibi_slopes is not None,
     wants_dbias="bias" in wants and bias is not None,
     wants_dslopes="alibi_slopes" in wants and alibi_slopes is not None,
+    sums_dq=sums_dq,
   )
 
 
@@ -167,6 +172,9 @@ def forward(
   tile_list,
   bias=None,
   alibi_slopes=None,
+  running_out=None,
+  running_lse=None,
+  running_max_logits=None,
   *,
   backend: Backend,
   softmax_scale: float,
@@ -177,7 +185,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
 
-  `tile_stamp` is that of the plan that the tile list is from.
+  With running results, whose memory they take, they are merged with these. `tile_stamp` is that of
+  the plan that the tile list is from.
   """
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
@@ -195,15 +204,20 @@ def forward(
     alibi_slopes=alibi_slopes,
   )
   tile_list = list_tiles(tile_list, slices, needs, q_len, k.shape[1])
+  operands = (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list)
+  running: tuple[Any, ...] = ()
+  if running_out is not None:
+    running = (_pad_dim(running_out, backend), running_lse, running_max_logits)
   out, lse, max_logits, _ = call_on_whole_arrays(
     _FORWARD,
-    (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list),
+    (*operands, *running),
     [
       ((batch, q_len, num_q_heads, v.shape[-1]), out_dtype),
       ((batch, q_len, num_q_heads), np.float32),
       ((batch, num_q_heads), np.float32),
       ((needs.workspace_bytes,), np.uint8),
     ],
+    aliases={len(operands) + i: i for i in range(len(running))},
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
@@ -223,6 +237,7 @@ def backward(
   tile_list,
   bias=None,
   alibi_slopes=None,
+  running_dq=None,
   *,
   wants: tuple[str, ...] = (),
   backend: Backend,
@@ -236,8 +251,9 @@ def backward(
 ) -> tuple[jax.Array, ...]:
   """Returns dq, dk and dv in `grad_dtype`, which is q's or float32; and then what `wants` names.
 
-  That may be the gradient of "bias", in its dtype, and that of "alibi_slopes". `tile_stamp` is as
-  in `forward`.
+  That may be the gradient of "bias", in its dtype, and that of "alibi_slopes". With `running_dq`, a
+  sum of dq over several calls, whose memory it takes, the first result is that sum. `tile_stamp` is
+  as in `forward`.
   """
   dims = q.shape[-1], k.shape[-1], v.shape[-1]
   bias_dtype = None if bias is None else bias.dtype
@@ -256,27 +272,36 @@ def backward(
     bias=bias,
     alibi_slopes=alibi_slopes,
     wants=wants,
+    sums_dq=running_dq is not None,
   )
   tile_list = list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
   nothing = (0,), np.float32
   dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
+  operands = (q, k, v, dout, lse, delta, slices, *_terms(bias, alibi_slopes), tile_list)
+  dq_type = q.shape, np.float32 if needs.is_dq_summed else grad_dtype
+  running: tuple[Any, ...] = ()
+  if running_dq is not None:
+    running, dq_type = (running_dq,), (running_dq.shape, np.float32)
   dq, dk, dv, dbias, dslopes, _ = call_on_whole_arrays(
     _BACKWARD,
-    (q, k, v, dout, lse, delta, slices, *_terms(bias, alibi_slopes), tile_list),
+    (*operands, *running),
     [
-      (q.shape, np.float32 if needs.is_dq_summed else grad_dtype),
+      dq_type,
       (k.shape, grad_dtype),
       (v.shape, grad_dtype),
       (bias.shape, dbias_dtype) if "bias" in wants else nothing,
       (alibi_slopes.shape, np.float32) if "alibi_slopes" in wants else nothing,
       ((needs.workspace_bytes,), np.uint8),
     ],
+    aliases={len(operands) + i: i for i in range(len(running))},
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
   )
+  if running_dq is not None:
+    return dq, dk[..., : dims[1]], dv[..., : dims[2]]
   if needs.is_dq_summed:
     # XLA does this in whatever reads dq next.
     dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
@@ -286,6 +311,36 @@ def backward(
   if "alibi_slopes" in wants:
     gradients.append(dslopes)
   return tuple(gradients)
+
+
+def dq_sum_words(q, v) -> int:
+  """Of each batch row and head in a sum of dq: as many as any backend that was built may take."""
+  plain = q.shape[1] * q.shape[3]
+  if has_symbols(q.shape):  # Then no kernel is called.
+    return plain
+  slices = jax.ShapeDtypeStruct((1, 0, 6), np.int32)
+  # Neither slices nor keys count: q stands for k.
+  needs = [
+    _needs(backend, q, q, v, slices, softcap=0.0, is_backward=True)
+    for backend in BACKENDS.values()
+    if backend.module is not None and q.dtype in backend.attention_dtypes
+  ]
+  return max([plain, *(x.dq_sum_words for x in needs)])
+
+
+def finish_dq(
+  dq_sum, *, backend: Backend, q_len: int, head_dim: int, softmax_scale: float, dtype: Any
+) -> tuple[jax.Array]:
+  """dq `[b, q_len, num_q_heads, head_dim]` from its sum, where the backend orders that itself."""
+  batch, num_q_heads, _ = dq_sum.shape
+  padded = head_dim + -head_dim % backend.head_dim_multiple
+  (dq,) = call_on_whole_arrays(
+    _FINISH_DQ,
+    (dq_sum,),
+    [((batch, q_len, num_q_heads, padded), dtype)],
+    softmax_scale=np.float32(softmax_scale),
+  )
+  return (dq[..., :head_dim],)
 
 
 def _pad_dim(x, backend: Backend):

@@ -71,6 +71,8 @@ class Backend:
     max_head_dim_with_terms: the same, for calls with a bias or ALiBi slopes.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
     bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
+    orders_dq_itself: whether a sum of dq over several calls has an order of the kernels' own, which
+      a kernel undoes; else each head is `[q_len, head_dim]`.
     sums_bias_in_order: whether the gradient of a bias that batch rows or heads share, but queries
       do not, can be equal bit for bit from run to run.
     attention_devices: those that the attention kernels are for.
@@ -86,6 +88,7 @@ class Backend:
   max_head_dim_with_terms: int | None = None
   head_dim_multiple: int = 1
   bias_multiple: int = 1
+  orders_dq_itself: bool = False
   sums_bias_in_order: bool = True
   attention_devices: Devices = Devices()
   softmax_devices: Devices = Devices()
@@ -180,6 +183,7 @@ HOPPER = Backend(
   max_head_dim_with_terms=128,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
   bias_multiple=8,  # Likewise.
+  orders_dq_itself=True,
   sums_bias_in_order=False,
   attention_devices=Devices("Hopper GPUs (compute capability 9.0)", (9, 0), is_exact=True),
   # Newer ones than those that they were compiled for compile them from PTX.

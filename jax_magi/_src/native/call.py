@@ -43,6 +43,7 @@ def call_on_whole_arrays(
   target: str,
   operands: Sequence[Any],
   results: Sequence[tuple[tuple[int, ...], Any]],
+  aliases: dict[int, int] | None = None,
   **attributes: Any,
 ) -> Any:
   """`native_call` for kernels whose operands and results must be arrays of their own.
@@ -53,4 +54,4 @@ def call_on_whole_arrays(
   through barriers.
   """
   operands = lax.optimization_barrier(tuple(operands))
-  return lax.optimization_barrier(native_call(target, operands, results, **attributes))
+  return lax.optimization_barrier(native_call(target, operands, results, aliases, **attributes))

@@ -1,0 +1,163 @@
+"""What the stages of a rank cost, against one call over the same keys.
+
+python -m benchmarks.stages [--degrees 1 2 4] [--masks causal window ...] [--cp-size 8]
+
+Plans each mask for ranks of 8192 tokens, and takes the rank with the most work. All its stages,
+forward or backward, are one program, without the transfers: they accumulate in place, as context
+parallelism has them, or are merged and summed afterwards by XLA. One call has the keys of all
+stages side by side. Times are medians of turns that all three have one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.context_parallel import HEAD_DIM, LOCAL, MASKS, NUM_KV_HEADS, NUM_Q_HEADS, make_key
+from benchmarks.timing import seconds
+from jax_magi import merge_attention
+from jax_magi._src.attention import ops
+from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
+
+_CONFIG = ops.AttentionConfig(HEAD_DIM**-0.5)
+_UNBOUNDED = 2**30
+
+
+def rank_stages(name: str, cp_size: int, degree: int) -> tuple[list[np.ndarray], list[int]]:
+  """Slices `[num_slices, 6]` and number of keys of each stage of the rank with the most work."""
+  key = make_key(name, cp_size, degree)
+  rank = int(key.stats().area.argmax())
+  tables = [np.asarray(key.slices[rank, stage]) for stage in range(key.slices.shape[1])]
+  return tables, [LOCAL, *key.capacities.rows]
+
+
+def side_by_side(tables: list[np.ndarray], lengths: list[int]) -> np.ndarray:
+  """The same pairs with the keys of all stages in one array."""
+  moved = []
+  for table, offset in zip(tables, np.cumsum([0, *lengths[:-1]]), strict=True):
+    table = table.copy()
+    is_slice = table[:, 0] < table[:, 1]
+    table[is_slice, 2:4] += offset
+    bands = table[:, 4:]
+    bands[is_slice[:, None] & (np.abs(bands) < _UNBOUNDED)] += offset
+    moved.append(table[is_slice])
+  return np.concatenate(moved)
+
+
+def _sink():
+  return jnp.full((1, NUM_Q_HEADS), -jnp.inf, np.float32)
+
+
+def forward(q, stages):
+  """16-bit out, and lse. `stages` are tuples of k, v and slices."""
+  running = None
+  out_dtype = np.float32 if len(stages) > 1 else None
+  for stage in stages:
+    running = ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=out_dtype, running=running)
+  out, lse, _ = running
+  return out.astype(q.dtype), lse
+
+
+def forward_merged(q, stages):
+  """The same, merged by XLA."""
+  results = [ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=np.float32) for stage in stages]
+  outs, lses, _ = zip(*results, strict=True)
+  out, lse = merge_attention(outs, lses)
+  return out.astype(q.dtype), lse
+
+
+def backward(q, dout, lse, delta, stages):
+  """16-bit dq, and float32 dk and dv of each stage."""
+  dq, gradients = empty_dq_sum(q, q), []
+  for k, v, slices in stages:
+    operands = (q, k, v, dout, lse, delta, slices)
+    dq, *dk_dv = ops.backward(_CONFIG, *operands, grad_dtype=np.float32, running_dq=dq)
+    gradients.append(dk_dv)
+  return finished_dq(_CONFIG, dq, q, q, q.dtype), gradients
+
+
+def backward_summed(q, dout, lse, delta, stages):
+  """The same, with dq of each stage summed by XLA."""
+  dqs, gradients = [], []
+  for k, v, slices in stages:
+    operands = (q, k, v, dout, lse, delta, slices)
+    dq, *dk_dv = ops.backward(_CONFIG, *operands, grad_dtype=np.float32)
+    # As between steps of context parallelism, nothing else is made one with the sum.
+    dqs = [jax.lax.optimization_barrier(functools.reduce(jnp.add, [*dqs, dq]))]
+    gradients.append(dk_dv)
+  return dqs[0].astype(q.dtype), gradients
+
+
+def _turns(calls: list[tuple[Callable, tuple[Any, ...]]], num_turns: int) -> list[float]:
+  """Milliseconds of each call of a jitted function."""
+  times: list[list[float]] = [[] for _ in calls]
+  for _ in range(num_turns):
+    for found, (fun, arguments) in zip(times, calls, strict=True):
+      found.append(1e3 * seconds(fun, *arguments, budget=0.03, repeats=1))
+  return [statistics.median(found) for found in times]
+
+
+def measure(name: str, cp_size: int, degree: int, num_turns: int) -> None:
+  """Prints a line for each pass."""
+  tables, lengths = rank_stages(name, cp_size, degree)
+  keys = jax.random.split(jax.random.key(0), 4)
+
+  def normal(key, length, heads):
+    return jax.random.normal(key, (1, length, heads, HEAD_DIM), jnp.bfloat16)
+
+  q, dout = (normal(key, LOCAL, NUM_Q_HEADS) for key in keys[:2])
+  k, v = (normal(key, sum(lengths), NUM_KV_HEADS) for key in keys[2:])
+  cuts = np.cumsum(lengths)[:-1]
+  parts = zip(jnp.split(k, cuts, axis=1), jnp.split(v, cuts, axis=1), tables, strict=True)
+  stages = [(part_k, part_v, jnp.asarray(table)[None]) for part_k, part_v, table in parts]
+  whole = [(k, v, jnp.asarray(side_by_side(tables, lengths))[None])]
+
+  out, lse = jax.jit(forward)(q, whole)
+  ours, our_lse = jax.jit(forward)(q, stages)
+  error = float(jnp.abs(out.astype(np.float32) - ours.astype(np.float32)).max())
+  assert error < 0.05 and jnp.allclose(lse, our_lse, atol=1e-3), f"stages differ: {error}"
+  statistics_of_rows = (lse, ops.delta(out, lse, dout, jnp.zeros_like(lse)))
+
+  run, merged = jax.jit(forward), jax.jit(forward_merged)
+  times = _turns([(run, (q, whole)), (run, (q, stages)), (merged, (q, stages))], num_turns)
+  _print(name, degree, "forward", times)
+  operands = (q, dout, *statistics_of_rows)
+  run, summed = jax.jit(backward), jax.jit(backward_summed)
+  calls = [(run, (*operands, whole)), (run, (*operands, stages)), (summed, (*operands, stages))]
+  _print(name, degree, "backward", _turns(calls, num_turns))
+
+
+def _print(name: str, degree: int, part: str, times: list[float]) -> None:
+  one, ours, xla = times
+  print(
+    f"| {name} | {degree} | {part} | {one:.3f} | {ours:.3f} | {ours / one:.3f} | {xla:.3f} | "
+    f"{xla / one:.3f} |",
+    flush=True,
+  )
+
+
+def main(argv: list[str]) -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  names = ["causal", "varlen causal", "window", "shared question"]
+  parser.add_argument("--masks", nargs="+", choices=MASKS, default=names)
+  parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4])
+  parser.add_argument("--cp-size", type=int, default=8)
+  parser.add_argument("--turns", type=int, default=5)
+  options = parser.parse_args(argv)
+  print("| mask | degree | pass | one call, ms | stages | ratio | merged by XLA | ratio |")
+  print("|---|---|---|---|---|---|---|---|")
+  for name in options.masks:
+    for degree in options.degrees:
+      measure(name, options.cp_size, degree, options.turns)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

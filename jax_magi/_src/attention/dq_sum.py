@@ -1,0 +1,92 @@
+"""The gradient of queries as a sum over several calls of `ops.backward`, in one array.
+
+Kernels add to it in an order of their own, and without softmax_scale: a call costs no pass over it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.attention import blockwise
+from jax_magi._src.attention.ops import AttentionConfig
+from jax_magi._src.native import attention as native
+from jax_magi._src.native.backends import BACKENDS
+from jax_magi._src.transforms.platform import by_platform
+from jax_magi._src.transforms.sharding import keep_batch_and_heads
+from jax_magi._src.transforms.varying import vary_like
+
+
+def empty_dq_sum(q, v):
+  """Zeros: float32 `[batch, num_q_heads, words]`.
+
+  Args:
+    q: `[batch, q_len, num_q_heads, head_dim]`.
+    v: `[batch, k_len, num_kv_heads, value_dim]`; its last dimension counts.
+  """
+  words = native.dq_sum_words(q, v)
+  return vary_like(jnp.zeros((q.shape[0], q.shape[2], words), np.float32), q)
+
+
+def finished_dq(config: AttentionConfig, dq_sum, q, v, dtype: Any):
+  """The gradient of q, from the sum of all calls.
+
+  Args:
+    config: that of the calls.
+    dq_sum: the sum, as the last call returned it.
+    q: `[batch, q_len, num_q_heads, head_dim]`, the calls' operand; its shape and dtype count.
+    v: `[batch, k_len, num_kv_heads, value_dim]`, likewise.
+    dtype: that of the result.
+
+  Returns:
+    `[batch, q_len, num_q_heads, head_dim]`.
+  """
+  finish = _finish_dq(
+    config.implementation,
+    config.softmax_scale,
+    q.shape[1],
+    (q.shape[-1], v.shape[-1]),
+    q.dtype,
+    np.dtype(dtype),
+  )
+  return finish(dq_sum)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _finish_dq(
+  implementation: str | None,
+  softmax_scale: float,
+  q_len: int,
+  dims: tuple[int, int],
+  q_dtype: Any,
+  dtype: Any,
+):
+  options: dict[str, Any] = {
+    "q_len": q_len,
+    "head_dim": dims[0],
+    "softmax_scale": softmax_scale,
+    "dtype": dtype,
+  }
+  plain = functools.partial(blockwise.finish_dq, **options)
+
+  def on_backend(backend):
+    if not backend.orders_dq_itself:
+      return plain
+    kernel = functools.partial(native.finish_dq, backend=backend, **options)
+    return keep_batch_and_heads(kernel, ["bhw"], ["bqhd"])
+
+  def usable(dq_sum):
+    """Where the calls of `backward` had a kernel."""
+    batch, num_q_heads, _ = dq_sum.shape
+    q, v = (jax.ShapeDtypeStruct((batch, q_len, num_q_heads, dim), q_dtype) for dim in dims)
+    return {
+      platform: on_backend(backend)
+      for platform, backend in BACKENDS.items()
+      if backend.attention_obstacle(q, v) is None
+    }
+
+  return by_platform(implementation, usable, plain, plain_name="blockwise", shared=())

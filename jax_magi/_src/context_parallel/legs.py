@@ -1,0 +1,132 @@
+"""The way of rows, level by level: who sends what to whom, and where it lies.
+
+Everything here is numpy on the host, from ranges of rows to ranges of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks
+from jax_magi._src.context_parallel.intervals import starts_within, union
+
+# Positions of different groups, that many apart, never meet.
+STRIDE = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Ranges of keys that ranks need, by rank and position: none crosses the edge of an owner's run.
+
+  Attributes:
+    rank: who needs it.
+    begin: its first position in the sequence.
+    size: number of rows.
+    owner: who has it.
+    local: where the owner has it.
+    transfer: which one brings it.
+  """
+
+  rank: np.ndarray
+  begin: np.ndarray
+  size: np.ndarray
+  owner: np.ndarray
+  local: np.ndarray
+  transfer: np.ndarray
+
+  def __getitem__(self, index) -> Rows:
+    return Rows(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
+
+
+def legs_of(rows: Rows, k_local, ranks: Ranks, levels: Sequence[str], num_transfers) -> list[Leg]:
+  """The parts of the way of all rows, one for each level."""
+  if levels == (ALL,):
+    return [Leg(ALL, ranks, k_local, num_transfers, rows, rows.owner, rows.rank)]
+  first = rows.rank - rows.rank % ranks.per_node  # Of the node that needs it.
+  relay = first + rows.owner % ranks.per_node
+  near = np.where(rows.owner // ranks.per_node == rows.rank // ranks.per_node, rows.owner, relay)
+  return [
+    # What stays in a node is sent by nobody, from its owner to itself.
+    Leg(NODE, ranks, k_local, num_transfers, rows, rows.owner, near),
+    Leg(LOCAL, ranks, k_local, num_transfers, rows, near, rows.rank),
+  ]
+
+
+class Leg:
+  """A part of the way of rows: senders and receivers of one level, and where rows lie.
+
+  Attributes:
+    row: identifies a row among all that may lie in one buffer; neighbours of an owner are so here.
+    hops: of each transfer, None where it has no such hop; set when they are known.
+    first_block: of each transfer, the number of the first block that the hop brings; likewise.
+  """
+
+  hops: list[Hop | None]
+  first_block: np.ndarray
+
+  def __init__(self, level, ranks: Ranks, k_local, num_transfers, rows: Rows, sender, receiver):
+    self.level, self.ranks, self.num_transfers = level, ranks, num_transfers
+    self.sender, self.receiver = sender, receiver
+    # Those of different nodes do not touch: they are not sent as one range.
+    self.stride = k_local + 1
+    self.row = rows.local + rows.owner // ranks.per_node * self.stride
+    moves = sender != receiver
+    group = self._group(sender[moves], rows.transfer[moves], receiver[moves])
+    begin = self.row[moves]
+    # Each row once, whoever needs it behind the receiver.
+    self._groups, self._begins, ends = union(group, begin, begin + rows.size[moves])
+    self._sizes = ends - self._begins
+    self._places = starts_within(self._groups, self._sizes)
+
+  def index(self, rank):
+    """The place of ranks in their groups."""
+    return self.ranks.index(self.level, rank)
+
+  def _group(self, sender, transfer, receiver):
+    size = self.ranks.group_size(self.level)
+    return (sender * self.num_transfers + transfer) * size + self.index(receiver)
+
+  def sizes(self) -> np.ndarray:
+    """int64 `[sender, transfer, group size]`: rows to each rank of the group."""
+    shape = self.ranks.count, self.num_transfers, self.ranks.group_size(self.level)
+    return np.bincount(self._groups, self._sizes, math.prod(shape)).astype(np.int64).reshape(shape)
+
+  def content(self):
+    """Sender, transfer, the receiver's index, row, size and place of each range that is sent."""
+    group, receiver = np.divmod(self._groups, self.ranks.group_size(self.level))
+    sender, transfer = np.divmod(group, self.num_transfers)
+    return sender, transfer, receiver, self._begins, self._sizes, self._places
+
+  def gathers(self) -> np.ndarray:
+    """bool `[num_transfers]`: whether it is an all-gather."""
+    return np.array([hop is not None and hop.kind == "all_gather" for hop in self.hops])
+
+  def block(self, transfer, sender, receiver, *, is_sent: bool):
+    """The block of what is sent, or of what arrives, from the indices of both in their group."""
+    block = receiver.copy() if is_sent else sender.copy()
+    for t, hop in enumerate(self.hops):
+      if hop is not None and hop.kind == "permute":
+        number = np.zeros(self.ranks.group_size(self.level), np.int64)
+        number[list(hop.shifts)] = np.arange(len(hop.shifts))
+        block = np.where(transfer == t, number[(receiver - sender) % len(number)], block)
+    return block
+
+  def arrived(self, sender, receiver, transfer, row) -> np.ndarray:
+    """int64 `[n, 2]`: block and place, at the receiver, of rows that came from the sender."""
+    block = self.first_block[transfer] + self.block(
+      transfer, self.index(sender), self.index(receiver), is_sent=False
+    )
+    place = np.zeros_like(row)
+    if len(self._groups):
+      group = self._group(sender, transfer, receiver)
+      at = np.searchsorted(self._groups * STRIDE + self._begins, group * STRIDE + row, side="right")
+      at = np.maximum(at - 1, 0)
+      place = self._places[at] + row - self._begins[at]
+    begins = np.array([0 if hop is None else hop.begin for hop in self.hops])
+    is_gathered = self.gathers()[transfer]
+    place = np.where(is_gathered, row % self.stride - begins[transfer], place)
+    return np.stack([block, place], axis=1)

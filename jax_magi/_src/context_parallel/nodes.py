@@ -1,0 +1,85 @@
+"""Whether ranks share nodes as the caller says, where the devices of a mesh tell."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh
+
+
+def check_ranks_per_node(mesh: Any, axis_name: str, ranks_per_node: int | None) -> None:
+  """Compares `ranks_per_node` with what the devices of a mesh axis report about their nodes.
+
+  Devices of different `slice_index` have no fast links between them: on GPUs, it is the node, or
+  the domain of NVLink. Devices of one process share a node. Nothing is known of CPUs, or of a mesh
+  without devices.
+
+  Raises `ValueError` if ranks_per_node is None (all ranks share a node) and the devices report
+  several nodes. A number that contradicts the devices is a warning: the caller may know better.
+
+  Args:
+    mesh: with the axis, and perhaps with devices.
+    axis_name: the axis over which the sequence is split.
+    ranks_per_node: as in `magi_attn_flex_key`.
+  """
+  if isinstance(mesh, AbstractMesh):
+    return
+  axis = list(mesh.axis_names).index(axis_name)
+  lines = np.moveaxis(mesh.devices, axis, -1)
+  count = lines.shape[-1]
+  lines = lines.reshape(-1, count)
+  if any(device.platform == "cpu" for device in lines.flat):
+    return
+  size = count if ranks_per_node is None else min(ranks_per_node, count)
+  if count % size:
+    return  # Keys of such nodes cannot be made.
+  slices = _numbers(lines, "slice_index")
+  if slices is not None and not _are_alike(slices, size):
+    fitting = _most_alike(slices)
+    advice = f"pass ranks_per_node={fitting}"
+    if fitting == 1:
+      advice += ", or order the devices of the mesh so that those of a node are neighbours"
+    if ranks_per_node is None:
+      raise ValueError(
+        f"ranks_per_node=None says that all {count} ranks of {axis_name!r} share a node, but their "
+        f"devices report several (slice_index): {advice}; or {count} if they do share one"
+      )
+    _warn(
+      f"ranks_per_node is {size}, but neighbours of {axis_name!r} that should share a node report "
+      f"different ones (slice_index): {advice}"
+    )
+    return
+  processes = _numbers(lines, "process_index")
+  if processes is not None and size < (sharing := _most_alike(processes)):
+    _warn(
+      f"ranks_per_node is {size}, but each {sharing} neighbours of {axis_name!r} are devices of "
+      f"one process, and so share a node: pass ranks_per_node={sharing}, or a multiple of it"
+    )
+
+
+def _warn(text: str) -> None:
+  warnings.warn(text, stacklevel=4)  # At the caller of the public function.
+
+
+def _numbers(devices: np.ndarray, name: str) -> np.ndarray | None:
+  """int `devices.shape`: a property of devices; None where one does not have it."""
+  found = [getattr(device, name, None) for device in devices.flat]
+  if any(number is None for number in found):
+    return None
+  return np.array(found, np.int64).reshape(devices.shape)
+
+
+def _are_alike(numbers: np.ndarray, size: int) -> bool:
+  """Whether each `size` neighbours of a line have the same number."""
+  groups = numbers.reshape(-1, size)
+  return bool((groups == groups[:, :1]).all())
+
+
+def _most_alike(numbers: np.ndarray) -> int:
+  """The largest size for which that is so."""
+  count = numbers.shape[-1]
+  return max(
+    size for size in range(1, count + 1) if count % size == 0 and _are_alike(numbers, size)
+  )

@@ -1,0 +1,1 @@
+"""Whether rows travel as they should on a mesh, and how fast."""

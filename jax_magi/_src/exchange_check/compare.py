@@ -1,0 +1,141 @@
+"""Random rows through transfers, compared with numpy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_magi._src.context_parallel.exchange import transfers_of
+from jax_magi._src.exchange_check import on_mesh
+from jax_magi._src.exchange_check.followed import buffer_rows
+from jax_magi._src.exchange_check.tables import Tables
+
+CAST = "cast"
+# In what gradients travel.
+_WIRES = {"reduce": np.dtype(np.float32), "reduce in bfloat16": np.dtype(jnp.bfloat16)}
+DIRECTIONS = (CAST, *_WIRES)
+
+# By how much rounding to nearest changes a number, at most, of its size.
+_FLOAT32, _BFLOAT16 = 2.0**-24, 2.0**-8
+# The sums that float64 makes to compare with are not exact, either.
+_SLACK = 1 + 2.0**-20
+
+# Of each direction, for each local device: rows that differ, and rows.
+Counts = dict[str, dict[Any, np.ndarray]]
+
+
+def compare(
+  mesh: Mesh,
+  axis_name: str,
+  tables: Tables,
+  width: int,
+  dtype: np.dtype,
+  rng: np.random.Generator,
+) -> Counts:
+  """Runs rows of all keys through one program, and counts those that are not what numpy says.
+
+  Args:
+    mesh: with the axis.
+    axis_name: which.
+    tables: the keys.
+    width: elements of a row.
+    dtype: of rows that are cast.
+    rng: draws rows; in the same state on all processes.
+  """
+  run = _program(mesh, axis_name)
+  counts: Counts = {
+    direction: {device: np.zeros(2, np.int32) for device in mesh.local_devices}
+    for direction in DIRECTIONS
+  }
+  for key in tables.keys:
+    spec = key.spec
+    shape = spec.cp_size * spec.k_local, width
+    x = rng.standard_normal(shape, np.float32).astype(dtype)
+    wanted = buffer_rows(key)
+    gradients = {
+      # What bfloat16 holds, it does not round in the first hop.
+      direction: [
+        rng.standard_normal((rows.size, width), np.float32).astype(wire).astype(np.float32)
+        for rows in wanted
+      ]
+      for direction, wire in _WIRES.items()
+    }
+    operands = jax.tree.map(lambda x: on_mesh.split(x, mesh, axis_name), (x, gradients, key))
+    results = run(*operands)
+    for transfer, rows in enumerate(wanted):
+      num_hops = len(tables.hops[transfer])
+      checks = {CAST: _cast_check(x, rows)}
+      for direction, wire in _WIRES.items():
+        dx = gradients[direction][transfer]
+        checks[direction] = _reduce_check(dx, rows, len(x), num_hops, wire)
+      for direction, is_right in checks.items():
+        for device, right in _by_device(results[direction][transfer], is_right):
+          counts[direction][device] += len(right) - right.sum(), len(right)
+  return counts
+
+
+def _program(mesh: Mesh, axis_name: str) -> Callable:
+  """All transfers of a key, both ways: the results of each direction."""
+
+  def step(x, gradients, key):
+    transfers = transfers_of(key, axis_name)
+    results = defaultdict(list)
+    for transfer in transfers:
+      results[CAST].append(transfer.cast(x))
+      for direction, wire in _WIRES.items():
+        dx = gradients[direction][transfer.number]
+        results[direction].append(transfer.reduce(dx, wire, deterministic=False))
+    return dict(results)
+
+  return on_mesh.on_ranks(mesh, axis_name, step)
+
+
+def _by_device(x: jax.Array, is_right: Callable) -> Iterator[tuple[Any, np.ndarray]]:
+  """Each local device, and for each of its rows whether it is right."""
+  for shard in x.addressable_shards:
+    begin, end, _ = shard.index[0].indices(x.shape[0])
+    yield shard.device, is_right(np.asarray(shard.data), slice(begin, end))
+
+
+def _cast_check(x: np.ndarray, rows: np.ndarray) -> Callable:
+  """Rows arrive bit by bit; what no row arrives at is zero."""
+  rows = rows.reshape(-1)
+  bits = np.dtype(f"u{x.dtype.itemsize}")
+
+  def is_right(got, places):
+    wanted = np.where((rows[places] >= 0)[:, None], x[rows[places]], np.zeros_like(x[:1]))
+    return (got.view(bits) == wanted.view(bits)).all(axis=1)
+
+  return is_right
+
+
+def _reduce_check(
+  dx: np.ndarray, rows: np.ndarray, num_rows: int, num_hops: int, wire: np.dtype
+) -> Callable:
+  """Gradients are sums, as exact as float32 and the wire make them.
+
+  Of m terms g, added in any order, each passes m - 1 additions at most, and is rounded once for
+  each hop after the first; to float32, that is no rounding. So the error is at most
+  ((1 + u_wire)^(hops - 1) (1 + u_float32)^(m - 1) - 1) sum |g|.
+  """
+  rows = rows.reshape(-1)
+  terms, places = dx[rows >= 0].astype(np.float64), rows[rows >= 0]
+  total, size = np.zeros((2, num_rows, dx.shape[1]))
+  np.add.at(total, places, terms)
+  np.add.at(size, places, np.abs(terms))
+  additions = np.maximum(np.bincount(places, minlength=num_rows) - 1, 0)
+  roundings = num_hops - 1 if wire.itemsize < 4 else 0
+  growth = np.expm1(additions * np.log1p(_FLOAT32) + roundings * np.log1p(_BFLOAT16))
+  bound = growth[:, None] * size * _SLACK
+
+  def is_right(got, places):
+    error = np.abs(got.astype(np.float64) - total[places])
+    return (error <= bound[places]).all(axis=1)  # NaN is not.
+
+  return is_right

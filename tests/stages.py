@@ -1,0 +1,104 @@
+"""Attention in stages: calls over parts of the keys that go on with each other's results."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.attention import ops
+from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
+from tests.accuracy import check_results, named_results
+from tests.compilation import quick_jit
+
+
+def stage_slices(mask, bounds):
+  """What the mask shows of the keys of each stage, numbered from 0: `[num_slices, 6]`."""
+  num_slices = max(len(mask.slices), 1)
+  crops = (mask.crop(0, mask.q_len, begin, end) for begin, end in bounds)
+  return [np.asarray(crop.pad(num_slices).slices) for crop in crops]
+
+
+def forward_stages(config, q, k, v, sink, slices, bounds):
+  """float32 out, lse and max_logits of a batch of 1, after all stages."""
+  running = None
+  for (begin, end), table in zip(bounds, slices, strict=True):
+    operands = (q, k[:, begin:end], v[:, begin:end], table[None], sink)
+    running = ops.forward(config, *operands, out_dtype=np.float32, running=running)
+  return running
+
+
+def backward_stages(config, q, k, v, dout, lse, delta, slices, bounds):
+  """dq of all stages, and dk and dv of theirs, in q's dtype."""
+  dq = empty_dq_sum(q, v)
+  gradients = {}
+  for (begin, end), table in zip(bounds, slices, strict=True):
+    operands = (q, k[:, begin:end], v[:, begin:end], dout, lse, delta, table[None])
+    dq, *gradients[begin, end] = ops.backward(
+      config, *operands, grad_dtype=np.float32, running_dq=dq
+    )
+  dk, dv = (
+    jnp.concatenate(parts, axis=1).astype(q.dtype)
+    for parts in zip(*(gradients[b] for b in sorted(gradients)), strict=True)
+  )
+  return finished_dq(config, dq, q, v, q.dtype), dk, dv
+
+
+@functools.partial(quick_jit, static_argnums=(0, 1))
+def run_stages(config, bounds, operands, cotangents, slices):
+  """All results, by name, of operands `[length, heads, dim]` without a batch."""
+  q, k, v, sink = operands
+  dout, dlse = (x[None] for x in cotangents)
+  q, k, v = (x[None] for x in (q, k, v))
+  row_sink = jnp.full((1, q.shape[2]), -jnp.inf, np.float32) if sink is None else sink[None]
+  out, lse, max_logits = forward_stages(config, q, k, v, row_sink, slices, bounds)
+  delta = ops.delta(out, lse, dout, dlse)
+  gradients = backward_stages(config, q, k, v, dout, lse, delta, slices, bounds)
+  dsink = -jnp.sum(ops.sink_probability(row_sink, lse) * delta, axis=1)
+  results = (out.astype(q.dtype), lse, max_logits, *gradients, dsink)
+  out, lse, max_logits, *gradients = (x[0] for x in results)
+  return named_results(out, lse, max_logits, gradients if sink is not None else gradients[:3])
+
+
+def check_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options):
+  """Runs a mask in stages of keys `bounds`, which cover all, and holds every result to the rule."""
+  scale = inputs.q.shape[-1] ** -0.5
+  config = ops.AttentionConfig(scale, softcap, implementation=implementation, **options)
+  slices = stage_slices(mask, bounds)
+  ours = run_stages(config, tuple(bounds), inputs.operands, inputs.cotangents, slices)
+  check_results(ours, inputs, mask, **({"softcap": softcap} if softcap else {}))
+  return ours
+
+
+def random_bounds(rng, k_len):
+  """Begin and end of the keys of 2 to 4 stages, in any order; some may be empty."""
+  cuts = np.sort(rng.integers(0, k_len + 1, rng.integers(1, 4)))
+  ends = [0, *map(int, cuts), k_len]
+  bounds = list(itertools.pairwise(ends))
+  return tuple(bounds[i] for i in rng.permutation(len(bounds)))
+
+
+def untouched_results(config, dtype, dims, q_len, shown, k_len=100, heads=(4, 2)):
+  """Random running results before and after a stage that shows keys to queries `shown` alone.
+
+  Returns:
+    Two triples of out, lse and max_logits.
+  """
+  rng = np.random.default_rng(0)
+
+  def normal(*shape, dtype=dtype):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+  q = normal(1, q_len, heads[0], dims[0])
+  k, v = (normal(1, k_len, heads[1], dim) for dim in dims)
+  lse = normal(1, q_len, heads[0], dtype=np.float32)
+  lse = lse.at[0, ::7].set(-jnp.inf)
+  out = normal(1, q_len, heads[0], dims[1], dtype=np.float32)
+  out = jnp.where(lse[..., None] == -jnp.inf, 0.0, out)
+  max_logits = jnp.full((1, heads[0]), 3e4, np.float32)
+  slices = np.array([[(*shown, 0, k_len, -(2**30), 2**30)]], np.int32)
+  sink = jnp.full((1, heads[0]), 7.0, np.float32)  # It has no part in this stage.
+  running = (out, lse, max_logits)
+  run = jax.jit(lambda running: ops.forward(config, q, k, v, slices, sink, running=running))
+  return running, run(running)

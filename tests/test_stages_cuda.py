@@ -1,0 +1,226 @@
+"""Calls over parts of the keys that go on with each other's results, on a GPU."""
+
+import functools
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jax_magi import AttentionMask
+from jax_magi._src.attention import ops
+from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
+from tests.accuracy import DTYPES, make_inputs
+from tests.arrays import assert_same_bits, normals
+from tests.needs import forward_in_clusters
+from tests.random_masks import random_mask
+from tests.stages import (
+  backward_stages,
+  check_stages,
+  forward_stages,
+  random_bounds,
+  stage_slices,
+  untouched_results,
+)
+
+pytestmark = pytest.mark.gpu
+
+_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24), (33, 65)]
+_BOUNDS = [
+  ((0, 200), (200, 330)),
+  ((300, 330), (0, 1), (1, 300)),
+  ((128, 256), (20, 20), (256, 330), (0, 20), (20, 128)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("dims", _DIMS, ids=str)
+@pytest.mark.parametrize("bounds", _BOUNDS, ids=len)
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**31), sink=st.booleans())
+def test_random_mask(dtype, dims, bounds, seed, sink):
+  """Many stages show nothing to some queries, and some show nothing to any."""
+  rng = np.random.default_rng(seed)
+  mask = random_mask(rng, 270, 330)
+  inputs = make_inputs(rng, DTYPES[dtype], 270, 330, 4, 2, *dims, 0 if sink else None)
+  check_stages(inputs, mask, bounds, "cuda", deterministic=bool(seed % 2))
+
+
+@pytest.mark.parametrize("heads", [(6, 6), (6, 1), (12, 4)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_bounds(heads, head_dim, seed):
+  rng = np.random.default_rng(seed)
+  q_len, k_len = int(rng.integers(1, 700)), int(rng.integers(1, 900))
+  mask = random_mask(rng, q_len, k_len)
+  inputs = make_inputs(rng, DTYPES["bf16"], q_len, k_len, *heads, head_dim, head_dim, 0)
+  check_stages(inputs, mask, random_bounds(rng, k_len), "cuda")
+
+
+@pytest.mark.parametrize("dims", _DIMS, ids=str)
+def test_softcap(dims):
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 270, 330, 6, 2, *dims, 0)
+  check_stages(inputs, AttentionMask.causal(270, 330), _BOUNDS[1], "cuda", softcap=2.0)
+
+
+@pytest.mark.parametrize("dims", _DIMS[:4], ids=str)
+@pytest.mark.parametrize("sm_margin", [0, 127])
+def test_tiles_cut_along_their_keys(dims, sm_margin):
+  """A tile's parts are merged with what was there once."""
+  mask = AttentionMask.causal(300, 4000)
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 300, 4000, 6, 2, *dims, 0)
+  bounds = ((2000, 4000), (0, 2000))
+  check_stages(inputs, mask, bounds, "cuda", sm_margin=sm_margin)
+
+
+@pytest.mark.parametrize("num_q_heads", [2, 6, 10])
+@pytest.mark.parametrize("sm_margin", [0, 124, 130])
+def test_clusters(num_q_heads, sm_margin):
+  with forward_in_clusters():
+    mask = AttentionMask.causal(320, 3001)
+    shape = (320, 3001, num_q_heads, 1, 128, 128)
+    inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], *shape, 0)
+    check_stages(inputs, mask, ((1500, 3001), (0, 1500)), "cuda", sm_margin=sm_margin)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 33])
+@pytest.mark.parametrize("group", [2, 3, 8, 71])
+def test_packed_heads(q_len, group):
+  inputs = make_inputs(
+    np.random.default_rng(0), DTYPES["bf16"], q_len, 300, 2 * group, 2, 128, 128, 0
+  )
+  check_stages(inputs, AttentionMask.causal(q_len, 300), ((100, 300), (0, 100)), "cuda")
+
+
+@pytest.mark.parametrize("dims", _DIMS, ids=str)
+@pytest.mark.parametrize("shown", [(0, 0), (0, 192), (384, 385), (250, 800)])
+def test_rows_that_see_nothing_keep_every_bit(dims, shown):
+  """In tiles that see nothing, and in those of which some rows see keys."""
+  config = ops.AttentionConfig(0.1, implementation="cuda")
+  before, after = untouched_results(config, jnp.bfloat16, dims, 800, shown)
+  is_kept = np.ones(800, bool)
+  is_kept[slice(*shown)] = False
+  for x, y in zip(before[:2], after[:2], strict=True):
+    assert_same_bits(x[:, is_kept], y[:, is_kept])
+    assert (np.asarray(x)[:, ~is_kept] != np.asarray(y)[:, ~is_kept]).any() == (~is_kept).any()
+  assert_same_bits(before[2], after[2])
+  assert np.isfinite(after[0]).all()
+
+
+def test_no_keys_at_all():
+  config = ops.AttentionConfig(0.1, implementation="cuda")
+  before, after = untouched_results(config, jnp.bfloat16, (128, 128), 300, (0, 300), k_len=0)
+  assert_same_bits(before, after)
+
+
+def _operands(length, heads, head_dim):
+  shapes = [(1, length, num_heads, head_dim) for num_heads in (*heads, heads[1], heads[0])]
+  return [jnp.asarray(x) for x in normals(*shapes, dtype=jnp.bfloat16)]
+
+
+_LENGTH = 2504
+_MASKS = {
+  "causal": AttentionMask.causal(_LENGTH),
+  "documents": AttentionMask.from_cu_seqlens([0, 131, 702, 1697, 1901, _LENGTH], causal=True),
+  "window": AttentionMask.sliding_window(_LENGTH, left=511),
+}
+
+
+@pytest.mark.parametrize("name", _MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_runs_are_equal_bit_for_bit(head_dim, name):
+  q, k, v, dout = _operands(_LENGTH, (6, 2), head_dim)
+  bounds = ((1600, _LENGTH), (0, 700), (700, 1600))
+  slices = stage_slices(_MASKS[name], bounds)
+  sink = jnp.zeros((1, 6), np.float32)
+
+  def run(sm_margin):
+    config = ops.AttentionConfig(
+      head_dim**-0.5, deterministic=True, sm_margin=sm_margin, implementation="cuda"
+    )
+
+    @jax.jit
+    def stages(q, k, v, dout, slices):
+      # The forward pass of one margin for all: it may cut tiles along their keys.
+      forward = ops.AttentionConfig(head_dim**-0.5, implementation="cuda")
+      out, lse, _ = forward_stages(forward, q, k, v, sink, slices, bounds)
+      delta = ops.delta(out, lse, dout, jnp.zeros_like(lse))
+      return out, lse, *backward_stages(config, q, k, v, dout, lse, delta, slices, bounds)
+
+    return stages(q, k, v, dout, slices)
+
+  first = run(0)
+  for sm_margin in (0, 0, 1, 90, 131):
+    assert_same_bits(run(sm_margin), first)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_one_stage_gives_the_bits_of_one_call(head_dim):
+  q, k, v, dout = _operands(1000, (6, 2), head_dim)
+  slices = jnp.asarray(AttentionMask.causal(1000).slices)[None]
+  sink = jnp.zeros((1, 6), np.float32)
+  config = ops.AttentionConfig(head_dim**-0.5, deterministic=True, implementation="cuda")
+
+  @jax.jit
+  def run(q, k, v, dout, slices):
+    out, lse, _ = ops.forward(config, q, k, v, slices, sink)
+    operands = (q, k, v, dout, lse, ops.delta(out, lse, dout, jnp.zeros_like(lse)), slices)
+    one_call = ops.backward(config, *operands)
+    dq, *others = ops.backward(config, *operands, running_dq=empty_dq_sum(q, v))
+    return one_call, (finished_dq(config, dq, q, v, q.dtype), *others)
+
+  one_call, stage = run(q, k, v, dout, slices)
+  assert_same_bits(one_call, stage)
+
+
+def test_a_batch_of_masks():
+  """With slices for each row, and parts of dk and dv."""
+  q, k, v, dout = (jnp.concatenate([x, 2 * x, -x]) for x in _operands(300, (8, 1), 64))
+  tables = jnp.stack([jnp.asarray(AttentionMask.causal(n).slices) for n in (300, 7, 201)])
+  sink = jnp.zeros((3, 8), np.float32)
+
+  def run(implementation, dtype):
+    config = ops.AttentionConfig(0.1, implementation=implementation)
+    operands = [x.astype(dtype) for x in (q, k, v)]
+    other = (operands[0], -operands[1], operands[2])
+    running = ops.forward(config, *operands, tables, sink, out_dtype=np.float32)
+    out, lse, max_logits = ops.forward(config, *other, tables, sink, running=running)
+    delta = ops.delta(out, lse, dout, jnp.zeros_like(lse))
+    dq = empty_dq_sum(*operands[::2])
+    for q_, k_, v_ in (operands, other):
+      call = (q_, k_, v_, dout.astype(dtype), lse, delta, tables)
+      dq, dk, dv = ops.backward(config, *call, running_dq=dq, grad_dtype=np.float32)
+    return out, lse, max_logits, finished_dq(config, dq, q_, v_, np.float32), dk, dv
+
+  got = jax.jit(functools.partial(run, "cuda", jnp.bfloat16))()
+  expected = jax.jit(functools.partial(run, "blockwise", np.float32))()
+  for x, y in zip(got, expected, strict=True):
+    x, y = (np.asarray(z, np.float32) for z in (x, y))
+    np.testing.assert_array_equal(np.isinf(x), np.isinf(y))
+    x, y = (np.where(np.isinf(z), 0.0, z) for z in (x, y))
+    assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+
+
+def test_kernels_write_to_the_memory_of_running_results():
+  """XLA for GPUs makes no copy of them."""
+  q, k, v, dout = _operands(512, (4, 2), 128)
+  bounds = ((0, 200), (200, 512))
+  slices = stage_slices(AttentionMask.causal(512), bounds)
+  sink = jnp.zeros((1, 4), np.float32)
+  config = ops.AttentionConfig(0.1, implementation="cuda")
+
+  @jax.jit
+  def run(q, k, v, dout, slices):
+    out, lse, _ = forward_stages(config, q, k, v, sink, slices, bounds)
+    delta = ops.delta(out, lse, dout, jnp.zeros_like(lse))
+    return out, backward_stages(config, q, k, v, dout, lse, delta, slices, bounds)
+
+  text = run.lower(q, k, v, dout, slices).compile().as_text()
+  calls = [line for line in text.splitlines() if "custom-call(" in line and "attention_" in line]
+  assert sum("output_to_operand_aliasing" in line for line in calls) == 3
+  # But for zeros, which may be made so.
+  pattern = r"= f32\[1,(512,4,128|4,65536)\]\S* copy(-start)?\((?!%broadcast)"
+  assert not [line for line in text.splitlines() if re.search(pattern, line)]
