@@ -16,10 +16,10 @@ from jax_magi import overlap
 from jax_magi._src.overlap.hlo_text import num_bytes, parse
 from tests.cp_runs import make_mesh
 
-# What `python -m tests.gpu_program 2 8 2 two_level documents print` compiled once (plans change): the
-# entry computations of it and of the same with xla_gpu_enable_latency_hiding_scheduler=false and
-# xla_gpu_experimental_parallel_collective_overlap_limit=1. Of metadata only the scopes of exchanges
-# are left, and of configurations what is synchronous.
+# What `python -m tests.gpu_program 2 8 2 two_level documents print` has printed, and the same with
+# xla_gpu_enable_latency_hiding_scheduler=false and
+# xla_gpu_experimental_parallel_collective_overlap_limit=1: the entry computations. Of metadata only
+# the scopes of exchanges are left, and of configurations what is synchronous.
 DATA = Path(__file__).parent / "data"
 
 
