@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 HERE = ROOT / "build" / "here"  # The package, as `gpu --here` builds it.
+PLUGIN = ROOT / "build" / "cuda_plugin"  # What compiles for GPUs where there is none.
 
 
 def run(*command: object, **environment: str) -> None:
@@ -64,6 +65,8 @@ def set_up(group: str) -> None:
     if more.split():
       # Headers only: what the wheel itself asks for is for its Python tools.
       run(PYTHON, "-m", "pip", *install, "--no-deps", *more.split())
+      if group == "dev":
+        install_plugin(*install)
     if group == "demo":  # Something to look at while kernels are compiled.
       run(PYTHON, "examples/quick_start.py", "--only-picture", PYTHONPATH=str(ROOT))
   # Not isolated: the build folder is kept, and only what changed is compiled.
@@ -73,6 +76,20 @@ def set_up(group: str) -> None:
   install = ("install", verbosity, "--no-build-isolation", "--no-deps", "--editable", ".")
   run(PYTHON, "-m", "pip", *install, PATH=path)
   stamps[group].write_text(digest)
+
+
+def install_plugin(*install: str) -> None:
+  """JAX's CUDA plugin, for tests of programs for many GPUs: 130 MB.
+
+  Not in the environment: every process there would look for a GPU, and say that there is none.
+  """
+  command = [str(PYTHON), "-c", "import jax; print(jax.__version__)"]
+  version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+  packages = [f"{name}=={version}" for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt")]
+  target = ("--no-deps", "--upgrade", "--target", PLUGIN)
+  install_command = [str(x) for x in (PYTHON, "-m", "pip", *install, *target, *packages)]
+  if subprocess.run(install_command, cwd=ROOT, check=False).returncode:
+    print(f"{' and '.join(packages)} cannot be had: programs for GPUs are not tested", flush=True)
 
 
 def demo(*arguments: str) -> None:

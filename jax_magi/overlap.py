@@ -5,14 +5,16 @@ for step in trace.steps:
   print(step.label, step.device, overlap.measure(step).overlap.hidden_share)
 
 schedule = overlap.schedule_of(compiled.as_text())
-assert all(collective.attention for collective in schedule.collectives)
+assert not overlap.faults_of(schedule)
 """
 
 import sys
 
 from jax_magi._src.overlap.command import main
 from jax_magi._src.overlap.flags import recommended_flags
+from jax_magi._src.overlap.guard import faults_of
 from jax_magi._src.overlap.kinds import Kind
+from jax_magi._src.overlap.links import LinkBytes, link_bytes
 from jax_magi._src.overlap.measure import (
   CollectiveOverlap,
   Overlap,
@@ -35,6 +37,7 @@ __all__ = [
   "CollectiveOverlap",
   "Kernel",
   "Kind",
+  "LinkBytes",
   "Overlap",
   "Schedule",
   "ScheduledCollective",
@@ -42,7 +45,9 @@ __all__ = [
   "StepOverlap",
   "Trace",
   "Wait",
+  "faults_of",
   "joined_collectives",
+  "link_bytes",
   "main",
   "measure",
   "plot_step",

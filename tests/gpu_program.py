@@ -1,11 +1,13 @@
 """Compiles a step for several nodes of GPUs on one GPU or none, and prints it as scheduled.
 
-python -m tests.gpu_program NODES GPUS DEGREE TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE...]
+python -m tests.gpu_program NODES GPUS DEGREES TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE..]
 
 NODES x GPUS ranks share a mesh axis; `1 8 2 all_gather full print` is for eight GPUs of one node.
-MASK is documents, full or window. ACTION is print; barrier, to print a program with kernel
-barriers; bfloat16, with gradients that travel so; keep, with keys that stay; or run, with one GPU.
-Options go to XLA as compiler options. The key's plan goes to stderr.
+DEGREES are overlap degrees; `1,2` prints two programs. MASK is documents, full, window, or
+neighbours: a window to both sides, with the sequence in order. ACTION is print; barrier, to print a
+program with kernel barriers; bfloat16, with gradients that travel so; keep, with keys that stay; or
+run, with one GPU. Options go to XLA as compiler options, with values true, false or a number. The
+key's plan goes to stderr.
 
 On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
 with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
@@ -15,6 +17,7 @@ When the program runs, kernels are real, but collectives move nothing: results m
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +73,8 @@ def make_mask(name: str, length: int) -> AttentionMask:
     return AttentionMask.from_cu_seqlens(ends, causal=True)
   if name == "window":
     return AttentionMask.sliding_window(length, left=700)
+  if name == "neighbours":
+    return AttentionMask.sliding_window(length, left=500, right=500)
   return AttentionMask.full(length)
 
 
@@ -83,16 +88,13 @@ def make_key(
     overlap_degree=degree,
     transport=transport,
     ranks_per_node=gpus,
+    dispatch="contiguous" if mask == "neighbours" else "area",
   )
 
 
-def main(
-  nodes: int, gpus: int, degree: int, transport: str, mask: str, action: str, local: int, **options
-) -> None:
-  devices = find_devices(nodes, gpus)
+def compile_step(devices: list, key: jax_magi.DistAttnKey, action: str, options: dict) -> Any:
+  """The step with that plan, compiled; and its operands' sharding and shapes."""
   mesh = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
-  key = make_key(nodes, gpus, degree, transport, mask, local)
-  print(key, file=sys.stderr)
 
   def step(q, k, v, dout, key):
     def attend(q, k, v):
@@ -110,14 +112,15 @@ def main(
   def like(x, dtype=None):
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
-  shapes = [(nodes * gpus * local, heads, HEAD_DIM) for heads in HEADS]
+  shapes = [(key.spec.q_len, heads, HEAD_DIM) for heads in HEADS]
   operands = [like(np.empty(shape, np.int8), jnp.bfloat16) for shape in shapes]
   key_shapes = jax.tree.map(like, key)
-  jitted = jax.jit(fun, compiler_options={**overlap.recommended_flags(), **options})
-  compiled = jitted.lower(*operands, key_shapes).compile()
-  if action != "run":
-    print(compiled.as_text())
-    return
+  compiled = jax.jit(fun, compiler_options=options).lower(*operands, key_shapes).compile()
+  return compiled, sharding, shapes
+
+
+def run_step(compiled: Any, sharding: NamedSharding, shapes: list, key: Any, local: int) -> None:
+  """Runs one rank of a step on the GPU that is there."""
   rng = np.random.default_rng(0)
   values = [
     jax.make_array_from_process_local_data(
@@ -133,8 +136,33 @@ def main(
   print(f"rank {rank} ran: {[list(g.addressable_data(0).shape) for g in grads]}")
 
 
+def main(
+  nodes: int,
+  gpus: int,
+  degrees: list[int],
+  transport: str,
+  mask: str,
+  action: str,
+  local: int,
+  **more,
+) -> None:
+  devices = find_devices(nodes, gpus)
+  options = {**overlap.recommended_flags(), **more}
+  for degree in degrees:
+    key = make_key(nodes, gpus, degree, transport, mask, local)
+    print(key, file=sys.stderr)
+    compiled, *operands = compile_step(devices, key, action, options)
+    if action == "run":
+      run_step(compiled, *operands, key, local)
+    else:
+      print(compiled.as_text())
+
+
 if __name__ == "__main__":
   _, first, second, third, *words = sys.argv
   numbers = [int(word) for word in words if word.isdigit()]
-  pairs = dict(word.split("=") for word in words if "=" in word)
-  main(int(first), int(second), int(third), *words[:3], *(numbers or [1024]), **pairs)
+  values = {"true": True, "false": False}
+  given = [word.split("=") for word in words if "=" in word]
+  pairs = {name: values[value] if value in values else int(value) for name, value in given}
+  degrees = [int(degree) for degree in third.split(",")]
+  main(int(first), int(second), degrees, *words[:3], *(numbers or [1024]), **pairs)

@@ -160,3 +160,23 @@ def test_the_kernel_barrier_is_in_the_program_of_a_gpu():
     )
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@jax_magi_kernel_barrier") == count
+
+
+def test_stages_without_a_row_to_fetch():
+  """Each has room for one row, and is cut in two in the backward pass."""
+  mesh = make_mesh(cp=4)
+  ends = [0, 16, 32, 48, 64]
+  key = jax_magi.magi_attn_varlen_key(
+    ends, causal=True, cp_size=4, overlap_degree=4, transport="all_to_all", dispatch="contiguous"
+  )
+  assert key.capacities.rows == (1, 1, 1, 1)
+  q, k, v = (jax.random.normal(jax.random.key(h), (64, h, 16)) for h in (4, 2, 2))
+  mask = AttentionMask.from_cu_seqlens(ends, causal=True)
+
+  def gradients(attend):
+    return jax.jit(jax.grad(lambda *x: (attend(*x)[0] ** 2).sum(), (0, 1, 2)))(q, k, v)
+
+  got = gradients(lambda *x: jax_magi.context_parallel_attention(*x, key, mesh=mesh))
+  expected = gradients(lambda *x: jax_magi.attention(*x, mask))
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

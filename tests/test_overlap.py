@@ -134,6 +134,7 @@ def test_waits_name_what_ended_before_and_what_began_after():
     ("MemcpyD2D", "all-gather-start.2", Kind.COMMUNICATION),
     ("MemcpyD2D", "copy.2", Kind.OTHER),
     ("input_reduce_scatter_fusion", "input_reduce_scatter_fusion", Kind.OTHER),
+    ("wrapped", "psum_invariant.7", Kind.COMMUNICATION),
     ("loop_fusion", "all-gather-like.3", Kind.OTHER),
     ("void cutlass::gemm<ncclThing>(AllReduceArgs)", "", Kind.OTHER),
   ],

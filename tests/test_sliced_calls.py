@@ -1,30 +1,23 @@
 """Calls on parts of larger arrays: XLA must not hand those parts to kernels where they lie."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import sliced_calls
-from tests.test_cp_gpu import needs_compiler
+from tests.gpu_compiler import needs_compiler, run_compiler
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", sliced_calls.CALLS)
 def test_no_call_is_fused_with_slices(name):
-  command = [sys.executable, "-m", "tests.sliced_calls", name]
-  environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-  done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-  assert done.returncode == 0, done.stderr[-3000:]
+  text = run_compiler("tests.sliced_calls", name)
   # XLA's fusions are computations of their own.
   target = 'custom_call_target="jax_magi_'
-  num_calls = done.stdout.count(target)
+  num_calls = text.count(target)
   assert num_calls > 0
-  assert done.stdout[done.stdout.index("\nENTRY ") :].count(target) == num_calls
+  assert text[text.index("\nENTRY ") :].count(target) == num_calls
 
 
 @pytest.mark.parametrize("name", sliced_calls.CALLS)

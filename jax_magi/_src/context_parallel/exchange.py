@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,10 +19,8 @@ from jax_magi._src.context_parallel.hops import (
 )
 from jax_magi._src.context_parallel.key import DistAttnKey, KeySpec
 from jax_magi._src.context_parallel.routes import NOWHERE
+from jax_magi._src.native.overlap import exchange_scope
 from jax_magi._src.transforms.varying import vary_like
-
-# The begin of the name of a scope around each collective; its kind follows.
-EXCHANGE_SCOPE = "jax_magi_exchange"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +146,7 @@ class Transfer:
     return lax.fori_loop(0, len(begins) - 1, add, total)
 
   def _scope(self, hop: int) -> Any:
-    """By which `jax_magi.overlap` knows our collectives in a program's text."""
-    return jax.named_scope(f"{EXCHANGE_SCOPE}_{self.hops[hop].kind}")
+    return exchange_scope(self.hops[hop].kind, is_single=not self.spec.overlap_degree)
 
   # --- where rows are ---
 

@@ -223,7 +223,8 @@ rank_attention.defvjp(_rank_attention_fwd, _rank_attention_bwd)
 
 def _joined(k, v):
   """One array of rows, so that keys and values travel together."""
-  rows = [x.reshape(x.shape[0], -1) for x in (k, v)]
+  # Of a part of a stage there may be no rows, of which -1 has no size.
+  rows = [x.reshape(x.shape[0], x.shape[1] * x.shape[2]) for x in (k, v)]
   return jnp.concatenate(rows, axis=1)
 
 

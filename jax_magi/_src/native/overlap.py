@@ -14,6 +14,20 @@ from jax_magi._src.native.call import native_call
 
 # Bytes that the barrier works in, and more.
 _WORKSPACE_BYTES = 1024
+# How the names of scopes begin around collectives that move keys, values and gradients between
+# ranks: around those that a kernel is to hide, and those that none can. The kind follows.
+EXCHANGE_SCOPE = "jax_magi_exchange"
+SINGLE_EXCHANGE_SCOPE = "jax_magi_single_exchange"
+
+
+def exchange_scope(kind: str, *, is_single: bool) -> Any:
+  """The scope by which `jax_magi.overlap` knows our collectives in the text of a program.
+
+  Args:
+    kind: the hop's.
+    is_single: whether there is one transfer and one kernel after it, so that nothing can hide it.
+  """
+  return jax.named_scope(f"{SINGLE_EXCHANGE_SCOPE if is_single else EXCHANGE_SCOPE}_{kind}")
 
 
 def kernel_barrier(x: Any) -> Any:

@@ -55,6 +55,11 @@ class Instruction:
     return self._attribute(r'custom_call_target="([^"]*)"')
 
   @property
+  def op_name(self) -> str:
+    """The scopes and the JAX operation that it comes from; "" where XLA has not kept them."""
+    return self._attribute(r'\bop_name="([^"]*)"')
+
+  @property
   def is_sync(self) -> bool:
     """Whether XLA runs it to its end before anything else, in whatever form it stands."""
     return bool(self._attribute(r'("is_sync":true)'))
@@ -84,11 +89,13 @@ class Module:
   Attributes:
     name: its name.
     entry: the name of the computation that it begins with.
+    num_devices: that it runs on.
     computations: instructions by computation, in the order in which they run.
   """
 
   name: str
   entry: str
+  num_devices: int
   computations: dict[str, tuple[Instruction, ...]]
 
 
@@ -112,10 +119,11 @@ def parse(text: str) -> Module:
       f"its module {name} is not scheduled (there is no is_scheduled=true): {_HOW_TO_GET}, or a "
       "file *after_optimizations.txt of XLA's dumps"
     )
-  return _parse_computations(name, text)
+  counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+  return _parse_computations(name, math.prod(map(int, counts)), text)
 
 
-def _parse_computations(module: str, text: str) -> Module:
+def _parse_computations(module: str, num_devices: int, text: str) -> Module:
   computations: dict[str, tuple[Instruction, ...]] = {}
   entry = current = None
   instructions: list[Instruction] = []
@@ -133,7 +141,7 @@ def _parse_computations(module: str, text: str) -> Module:
     raise ValueError(f"it ends in the middle of computation {current}: is the file complete?")
   if entry is None:
     raise ValueError(f"its module {module} has no ENTRY computation: is the file complete?")
-  return Module(module, entry, computations)
+  return Module(module, entry, num_devices, computations)
 
 
 def _instruction(name: str, rest: str) -> Instruction | None:

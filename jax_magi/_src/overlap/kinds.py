@@ -36,8 +36,13 @@ _COMMUNICATION_KERNEL = re.compile(
   r"nccl|nvshmem|MemcpyP2P|AllReduce|AllGather|ReduceScatter|AllToAll|CollectivePermute"
   r"|StandInCommunication"
 )
-# The instruction's name begins with its opcode. Fusions that only hold such a word do not.
-_COLLECTIVE_OP = re.compile(rf"(?:{'|'.join(COLLECTIVES)})(?:-start|-done)?(?:\.|$)")
+# The instruction's name begins with its opcode, or with JAX's name of it. Fusions that only hold
+# such a word do not.
+_JAX_NAMES = (*(name.replace("-", "_") for name in COLLECTIVES), "pmax", "pmin", "ppermute", "psum")
+_COLLECTIVE_OP = re.compile(
+  rf"(?:(?:{'|'.join(COLLECTIVES)})(?:-start|-done)?|(?:{'|'.join(_JAX_NAMES)})(?:_invariant)?)"
+  r"(?:\.|$)"
+)
 _STAND_IN = re.compile(r"stand_?in_?communication", re.IGNORECASE)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jax_magi._src.overlap.guard import faults_of
 from jax_magi._src.overlap.measure import (
   CollectiveOverlap,
   Overlap,
@@ -90,11 +91,18 @@ def _schedule_lines(schedule: Schedule) -> Iterator[str]:
     inside = [c for c in collectives if c.computation == computation]
     times = f" (runs {inside[0].times} times)" if inside[0].times > 1 else ""
     rows = [
-      [c.name, _size(c.num_bytes), "async" if c.is_async else "sync", _beside(c)] for c in inside
+      [
+        c.name,
+        c.exchange or "",
+        _size(c.num_bytes),
+        "async" if c.is_async else "sync",
+        _beside(c),
+      ]
+      for c in inside
     ]
     below = [_exposed_lines(collective) for collective in inside]
     yield ""
-    header = [f"{computation}{times}", "size", "form", "beside"]
+    header = [f"{computation}{times}", "exchange", "size", "form", "beside"]
     yield from _table(header, rows, "collectives", below=below)
   total = schedule.overlap
   may_run = f"{_percent(total.attention_share)} may run beside attention"
@@ -216,6 +224,7 @@ def schedule_json(schedule: Schedule) -> dict[str, Any]:
     "module": schedule.module,
     "num_attention": schedule.num_attention,
     "total": _figures(schedule.overlap, "bytes", 1),
+    "faults": faults_of(schedule),
     "collectives": [
       {**dataclasses.asdict(collective), "is_exposed": bool(collective.overlap.exposed)}
       for collective in schedule.collectives

@@ -8,9 +8,11 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+from jax_magi._src.overlap.exchanges import Exchange, named_exchange, nameless_exchanges
 from jax_magi._src.overlap.hlo_text import Instruction, Module, parse
 from jax_magi._src.overlap.kinds import COLLECTIVES, Kind, custom_call_kind
 from jax_magi._src.overlap.measure import Overlap, total_of
+from jax_magi._src.overlap.replica_groups import Groups, groups_of
 
 # Nothing runs on the device for these.
 _FREE = frozenset(
@@ -32,6 +34,11 @@ class ScheduledCollective:
     computation: where it stands.
     times: how often that runs, as far as XLA knows.
     num_bytes: of its results, each time.
+    exchange: "all_to_all", "all_gather", "permute" or "ragged": it moves keys, values or their
+      gradients between the ranks of an attention, in that way. None for other collectives.
+    is_single: an exchange without overlap: there is no kernel that could hide it.
+    groups: the devices that it is among, in the mesh's order; of a permutation, (sender, receiver);
+      none where the text names them in a way that is not known.
     is_async: False if XLA runs it to its end before anything after it.
     attention: instructions beside it that are attention, or loops and calls that hold some.
     matmuls: likewise, other heavy work.
@@ -47,6 +54,9 @@ class ScheduledCollective:
   computation: str
   times: int
   num_bytes: int
+  exchange: str | None
+  is_single: bool
+  groups: Groups
   is_async: bool
   attention: tuple[str, ...]
   matmuls: tuple[str, ...]
@@ -185,6 +195,18 @@ class _Reader:
     found = self.does(instruction) if is_wrapped else frozenset()
     return "" if "attention" in found else " ".join(sorted(found - {"matmul"}))
 
+  def collective_in(self, instruction: Instruction) -> Instruction:
+    """The collective itself, where an instruction only starts it."""
+    for name in instruction.called:
+      for inside in self.module.computations.get(name, ()):
+        if _without_start(inside.opcode) in COLLECTIVES:
+          return inside
+    return instruction
+
+  def is_attention(self, instruction: Instruction) -> bool:
+    """Whether it is attention, or holds some."""
+    return "attention" in self.does(instruction)
+
   def collectives(self) -> Iterator[ScheduledCollective]:
     """All, from the entry on."""
     times = {self.module.entry: 1}
@@ -210,6 +232,7 @@ class _Reader:
     work = [op for op, skip in zip(ops, is_collective, strict=True) if not skip]
     does = {op.name: self.does(op.instruction) for op in work}
     attention = [op for op in work if "attention" in does[op.name]]
+    nameless = nameless_exchanges(self, instructions)
     for op in (op for op, found in zip(ops, is_collective, strict=True) if found):
       beside = [other for other in work if op.is_beside(other)]
       beside_attention = [other for other in beside if other in attention]
@@ -217,12 +240,17 @@ class _Reader:
       earlier = [other for other in work if other.end <= op.begin]
       later = [other for other in work if other.begin >= op.end]
       related = _related(instructions, op)
+      core = self.collective_in(op.instruction)
+      exchange = named_exchange(core) or nameless.get(op.name, Exchange(None))
       yield ScheduledCollective(
         name=op.name,
         opcode=self.communicates(op.instruction),
         computation=computation,
         times=times,
         num_bytes=op.num_bytes,
+        exchange=exchange.kind,
+        is_single=exchange.is_single,
+        groups=groups_of(core.attributes, self.module.num_devices),
         is_async=op.is_async,
         attention=tuple(map(str, beside_attention)),
         matmuls=tuple(map(str, matmuls)),
