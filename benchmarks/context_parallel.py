@@ -340,25 +340,31 @@ def _predict(
     kernels=found.kernels,
     total=found.total,
     total_bfloat16=passes(links(ROW_BYTES)).total,
-    total_ragged=found.kernels + ragged_seconds(cell["mask"], cell["cp_size"], network),
+    total_ragged=_total_ragged(found.kernels, cell, network),
     forward=found.forward,
     flops=4 * HEAD_DIM * NUM_Q_HEADS * float(stats.area.mean()),
   )
 
 
+def _total_ragged(kernels: float, cell: dict[str, Any], network: float) -> float:
+  """Seconds with a ragged exchange; in one node it runs beside kernels, if there are stages."""
+  moving = ragged_seconds(cell["mask"], cell["cp_size"], network)
+  if cell["cp_size"] <= NODE and cell["degree"]:
+    return max(kernels, moving)
+  return kernels + moving
+
+
 @functools.cache
 def ragged_seconds(name: str, cp_size: int, network: float) -> float:
-  """What `ragged_all_to_all` adds to kernels, as XLA of jax 0.11.1 and later runs it.
+  """What `ragged_all_to_all` takes, as XLA of jax 0.11.1 and later runs it.
 
   Between nodes it is an all-gather of all that any rank has room to send, beside no kernel; inside
   a node, each of eight peers gets its rows from one block of threads. Keys move twice, gradients
-  once, in 32 bit. In one node it may hide behind kernels: that is counted as all hidden.
+  once, in 32 bit.
   """
-  if cp_size <= NODE:
-    return 0.0
   rows = pair_rows(make_key(name, cp_size, 1, "all_to_all"))
   capacity = max(rows.sum(axis=1).max(), rows.sum(axis=0).max())
-  crossing = (cp_size // NODE - 1) * capacity * ROW_BYTES / network
+  crossing = (max(cp_size // NODE, 1) - 1) * capacity * ROW_BYTES / network
   inside = rows.sum(axis=0).max() * ROW_BYTES / RAGGED
   return float(4 * (crossing + inside))
 

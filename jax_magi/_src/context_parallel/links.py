@@ -32,7 +32,7 @@ class Links:
   row_bytes: int = 4096
   grad_row_bytes: int = 8192
   pair_seconds: float = 86016 / 550e12
-  stage_seconds: tuple[float, float] = (0.1e-3, 0.4e-3)
+  stage_seconds: tuple[float, float] = (0.15e-3, 0.2e-3)
 
   @property
   def near_row(self) -> float:
