@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,13 @@ def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
 def test_a_ragged_exchange(overlap_degree):
   """On CPUs, which have none, equal blocks take its place; its tables are those of the key."""
   _check_all_masks(4, overlap_degree=overlap_degree, transport="ragged")
+
+
+@pytest.mark.long
+def test_sixteen_devices_in_four_nodes():
+  command = [sys.executable, "-m", "tests.sixteen_devices", "1", "2"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+  assert done.stdout.strip().endswith("right"), done.stderr[-3000:]
 
 
 def _check_all_masks(cp_size, *, overlap_degree, transport, **nodes):
@@ -163,8 +172,10 @@ def _text(key, mesh, length, platform="cpu", **options):
   return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_new_masks_compile_nothing():
+@pytest.mark.parametrize("transport", ["all_to_all", "two_level"])
+def test_new_masks_compile_nothing(transport):
   mesh = make_mesh(cp=4)
+  options = {"cp_size": 4, "chunk_size": 32, "transport": transport, "ranks_per_node": 2}
   traces = []
 
   @jax.jit
@@ -174,16 +185,13 @@ def test_new_masks_compile_nothing():
     return jax.shard_map(step, mesh=mesh, in_specs=P("cp"), out_specs=P("cp"))(q, k, v, key)
 
   documents = [[0, 1024], [0, 500, 1024], [0, 300, 301, 700, 1024], [0, 10, 1000, 1024], [0, 1024]]
-  keys = [
-    magi_attn_varlen_key(x, causal=True, cp_size=4, chunk_size=32, transport="all_to_all")
-    for x in documents
-  ]
+  keys = [magi_attn_varlen_key(x, causal=True, **options) for x in documents]
   room = keys[0].capacities
   for key in keys:
     room = room | key.capacities
   q = jnp.ones((1024, 2, 16))
   for x in documents:
-    key = magi_attn_varlen_key(x, causal=True, cp_size=4, chunk_size=32, capacities=room)
+    key = magi_attn_varlen_key(x, causal=True, capacities=room, **options)
     jax.block_until_ready(fun(q, q, q, key))
   assert len(traces) == 1
 
