@@ -161,6 +161,7 @@ def test_bias_and_mask_with_several_batch_axes(lead):
   _assert_close(ours, theirs)
 
 
+@pytest.mark.usefixtures("with_promotion")
 def test_cross_attention_in_bfloat16():
   x, y = _inputs(), _inputs((BATCH, 7, FEATURES), seed=3)
 

@@ -90,11 +90,14 @@ class Transfer:
     """A buffer's gradients, as those of what `unpacked` took: None for own rows not among it."""
     lengths = [self.spec.k_local if not self.spec.overlap_degree else 0]
     lengths += [int(block_begins(hop, self.spec.ranks)[-1]) for hop in self.hops]
-    parts, begin = [], 0
-    for length in lengths:
-      index = _within(self._take_index - begin, length)
-      zeros = zeros_like_rows(length, dx)
-      parts.append(zeros.at[index].set(dx, mode="drop", unique_indices=True) if length else None)
+    parts: list[Any] = []
+    begin = 0
+    for number, length in enumerate(lengths):
+      part = zeros_like_rows(length, dx)
+      if length:
+        index = _within(self._take_index - begin, length)
+        part = part.at[index].set(dx, mode="drop", unique_indices=True)
+      parts.append(part if length or number else None)
       begin += length
     return tuple(parts)
 
