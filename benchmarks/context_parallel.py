@@ -24,6 +24,7 @@ import numpy as np
 
 import jax_magi
 from jax_magi import AttentionMask, Links
+from jax_magi._src.context_parallel.hops import rows_by_link
 from jax_magi._src.context_parallel.predict import predict as predict_pass
 from jax_magi._src.context_parallel.stats import areas_of, pair_rows
 
@@ -319,14 +320,8 @@ def _predict(
   )
   found = passes(links(2 * ROW_BYTES))
   ideal = (alone["forward"] + alone["backward"]) / alone["area"] * stats.area.mean()
-  levels = stats.levels
-  near = levels["local"].padded_rows if "local" in levels else levels["all"].padded_rows
-  far = levels["node"].padded_rows if "node" in levels else 0
-  if "all" in levels and spec.ranks.num_nodes > 1:
-    from jax_magi._src.context_parallel.hops import rows_by_link
-
-    by_link = [rows_by_link(hop, spec.ranks) for hops in spec.capacities.hops for hop in hops]
-    far, near = (sum(rows[i] for rows in by_link) for i in range(2))
+  by_link = [rows_by_link(hop, spec.ranks) for hops in spec.capacities.hops for hop in hops]
+  far, near = map(sum, zip(*by_link, strict=True))
   return Cell(
     mask=cell["mask"],
     cp_size=cell["cp_size"],

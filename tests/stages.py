@@ -11,6 +11,7 @@ from jax_magi import AttentionMask
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from tests.accuracy import check_results, named_results
+from tests.arrays import assert_same_bits
 from tests.compilation import quick_jit
 
 
@@ -119,3 +120,14 @@ def untouched_results(config, dtype, dims, q_len, shown, k_len=100, heads=(4, 2)
   running = (out, lse, max_logits)
   run = jax.jit(lambda running: ops.forward(config, q, k, v, slices, sink, running=running))
   return running, run(running)
+
+
+def check_untouched(before, after, shown):
+  """Rows outside of `shown` keep every bit of their results, and those inside do not."""
+  is_kept = np.ones(before[0].shape[1], bool)
+  is_kept[slice(*shown)] = False
+  for x, y in zip(before[:2], after[:2], strict=True):
+    assert_same_bits(x[:, is_kept], y[:, is_kept])
+    assert (np.asarray(x)[:, ~is_kept] != np.asarray(y)[:, ~is_kept]).any() == (~is_kept).any()
+  assert_same_bits(before[2], after[2])
+  assert np.isfinite(after[0]).all()

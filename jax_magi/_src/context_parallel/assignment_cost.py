@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from jax_magi._src.context_parallel.intervals import joined, union, union_of_sorted
+from jax_magi._src.context_parallel.intervals import STRIDE, joined, union, union_of_sorted
 
 # How far above the mean a rank's work may be, if that saves rows.
 TOLERANCE = 0.04
@@ -24,8 +24,6 @@ _MEAN_SHARE = 0.1
 # Key ranges of a unit, if there are few units and if there are many. More are rare; then the
 # narrowest gaps between them are closed.
 _MAX_RANGES, _FEWER_RANGES, _MANY_UNITS = 8, 4, 2048
-# Positions of different groups, that many apart, never meet.
-STRIDE = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)

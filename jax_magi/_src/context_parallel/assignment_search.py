@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jax_magi._src.context_parallel.assignment_cost import STRIDE, CostModel, Costs, Places
+from jax_magi._src.context_parallel.assignment_cost import CostModel, Costs, Places
+from jax_magi._src.context_parallel.intervals import STRIDE
 
 # Rounds of exchanges: fewer for many units, where each takes longer.
 _MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 8

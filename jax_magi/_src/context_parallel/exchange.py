@@ -91,11 +91,11 @@ class Transfer:
     lengths = [self.spec.k_local if not self.spec.overlap_degree else 0]
     lengths += [int(block_begins(hop, self.spec.ranks)[-1]) for hop in self.hops]
     parts: list[Any] = []
-    begin = 0
+    taken, begin = self._take_index, 0
     for number, length in enumerate(lengths):
       part = zeros_like_rows(length, dx)
       if length:
-        index = _within(self._take_index - begin, length)
+        index = _within(taken - begin, length)
         part = part.at[index].set(dx, mode="drop", unique_indices=True)
       parts.append(part if length or number else None)
       begin += length

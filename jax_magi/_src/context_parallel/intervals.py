@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 # Positions of different groups, that many apart, never meet.
-_STRIDE = 1 << 31
+STRIDE = 1 << 31
 
 
 def exploded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -38,10 +38,10 @@ def union_of_sorted(
   group: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, ...]:
   """`union` of what is sorted by group and begin."""
-  reach = np.maximum.accumulate(group * _STRIDE + end)
-  is_new = np.append(True, group[1:] * _STRIDE + begin[1:] > reach[:-1])[: len(group)]
+  reach = np.maximum.accumulate(group * STRIDE + end)
+  is_new = np.append(True, group[1:] * STRIDE + begin[1:] > reach[:-1])[: len(group)]
   first, last = joined(is_new)
-  return group[first], begin[first], reach[last] - group[first] * _STRIDE
+  return group[first], begin[first], reach[last] - group[first] * STRIDE
 
 
 def cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
@@ -69,7 +69,7 @@ def overlapping(
 
   Runs are disjoint and sorted by group and begin.
   """
-  low = np.searchsorted(run_group * _STRIDE + run_end, group * _STRIDE + begin, side="right")
-  high = np.searchsorted(run_group * _STRIDE + run_begin, group * _STRIDE + end, side="left")
+  low = np.searchsorted(run_group * STRIDE + run_end, group * STRIDE + begin, side="right")
+  high = np.searchsorted(run_group * STRIDE + run_begin, group * STRIDE + end, side="left")
   index, copy = exploded(np.maximum(high - low, 0))
   return index, low[index] + copy

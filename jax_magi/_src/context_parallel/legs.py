@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks
-from jax_magi._src.context_parallel.intervals import starts_within, union
-
-# Positions of different groups, that many apart, never meet.
-STRIDE = 1 << 31
+from jax_magi._src.context_parallel.intervals import STRIDE, starts_within, union
 
 
 @dataclasses.dataclass(frozen=True)

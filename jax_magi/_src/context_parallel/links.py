@@ -19,11 +19,11 @@ class Links:
   Attributes:
     near: bytes a second that a GPU sends, and receives, inside its node.
     far: the same between nodes.
-    latency: seconds that a collective takes besides.
+    latency: seconds that each collective adds to the time of its bytes.
     row_bytes: of the keys and values of a token, as they travel.
     grad_row_bytes: of their gradients.
     pair_seconds: of a query and a key that it sees, all heads, forward and backward.
-    stage_seconds: of a call of the kernels besides, forward and backward: its last tiles.
+    stage_seconds: what each call of a kernel adds, forward and backward: its launch and last tiles.
   """
 
   near: float = 450e9

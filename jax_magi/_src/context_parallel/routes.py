@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows, num_blocks
-from jax_magi._src.context_parallel.intervals import cut, joined, starts_within, union
-from jax_magi._src.context_parallel.legs import STRIDE, Leg, Rows, legs_of
+from jax_magi._src.context_parallel.intervals import STRIDE, cut, joined, starts_within, union
+from jax_magi._src.context_parallel.legs import Leg, Rows, legs_of
 
 # A row that is in no buffer. As an index it is out of every array's bounds.
 NOWHERE = 1 << 29

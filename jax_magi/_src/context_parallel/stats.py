@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from jax_magi._src.arguments import concrete
-from jax_magi._src.context_parallel.hops import ALL, Hop, moved_rows
+from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, moved_rows
 from jax_magi._src.context_parallel.key import RECEIVED, SENT, DistAttnKey
 from jax_magi._src.masks.slices import area_of
 
@@ -143,5 +143,5 @@ def pair_rows(key: DistAttnKey) -> np.ndarray:
   return total
 
 
-# For those that read a plan without knowing its levels.
-LEVEL_NAMES = {ALL: "among all ranks", "node": "between nodes", "local": "inside nodes"}
+# The levels in words.
+LEVEL_NAMES = {ALL: "among all ranks", NODE: "between nodes", LOCAL: "inside nodes"}
