@@ -8,6 +8,7 @@ import pytest
 from jax_magi import AttentionMask
 from jax_magi._src.context_parallel.assignment import by_work
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Places, Units
+from jax_magi._src.context_parallel.assignment_pack import document_begins, packed
 from jax_magi._src.context_parallel.assignment_search import _new_rows
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import assign_by_area, num_chunks
@@ -102,6 +103,43 @@ def test_all_ranks_have_equally_many_chunks(chunks_of_rank, cp_size, width):
   for ranks in by_work(units, cp_size, Links(), width):
     assert ranks.dtype == np.int32
     np.testing.assert_array_equal(np.bincount(ranks), chunks_of_rank)
+
+
+def test_documents_begin_where_nothing_is_seen_across():
+  mask = AttentionMask.from_cu_seqlens([0, 5, 9, 30], causal=True)
+  np.testing.assert_array_equal(document_begins(mask.slices), [0, 5, 9])
+  # Queries of the third see keys of the first, and the slices are in no order.
+  slices = [[9, 30, 2, 5], [5, 9, 5, 9], [0, 5, 0, 5], [30, 40, 30, 40]]
+  np.testing.assert_array_equal(document_begins(np.array(slices)), [0, 30])
+
+
+def test_documents_that_fit_stay_whole():
+  """Each node is filled by one combination only: 6 + 2, 5 + 3, and 4 + 4 chunks."""
+  sizes = [2, 4, 6, 3, 4, 5]
+  document = np.repeat(np.arange(6), sizes)
+  ranks = packed(np.ones(24), document, 3, 4)
+  np.testing.assert_array_equal(np.bincount(ranks), 2)
+  nodes = [np.unique(ranks[document == d] // 4).tolist() for d in range(6)]
+  assert nodes[0] == nodes[2] and nodes[3] == nodes[5] and nodes[1] == nodes[4]
+  assert sorted(node for (node,) in nodes) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("num_nodes, per_node", [(1, 4), (2, 4), (3, 2), (8, 8)])
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_documents_are_balanced(seed, num_nodes, per_node):
+  """A document that is larger than a node is on all of them; of the others, most are on one."""
+  count, size = num_nodes * per_node * 32, 256
+  cu = np.array(random_documents(count * size, seed))
+  document = np.searchsorted(cu, np.arange(count) * size, side="right") - 1
+  work = np.arange(count) * size - cu[document] + size / 2.0  # Keys before the chunk's middle.
+  ranks = packed(work, document, num_nodes, per_node)
+  np.testing.assert_array_equal(np.bincount(ranks), 32)
+  loads = np.bincount(ranks // per_node, work)
+  assert loads.max() < 1.05 * loads.mean()
+  share = np.bincount(document, work) / loads.mean()
+  spread = np.array([len(set(ranks[document == d] // per_node)) for d in range(document.max() + 1)])
+  assert (spread[share > 1.0] == num_nodes).all()
+  assert np.median(spread) == 1
 
 
 def test_rows_cross_to_other_nodes_less_if_nodes_are_known():

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
 from jax_magi._src.context_parallel.assignment_level import levelled
+from jax_magi._src.context_parallel.assignment_pack import packed
 from jax_magi._src.context_parallel.assignment_search import improved
 from jax_magi._src.context_parallel.intervals import starts_within
 from jax_magi._src.context_parallel.links import Links
@@ -53,6 +54,7 @@ def by_work(
   links: Links,
   ranks_per_node: int | None = None,
   keys: tuple[np.ndarray, np.ndarray] | None = None,
+  documents: np.ndarray | None = None,
 ) -> list[np.ndarray]:
   """int32 `[num_chunks]`, the rank of each chunk, in a few ways; all ranks have equally many.
 
@@ -65,6 +67,7 @@ def by_work(
     links: what rows cost.
     ranks_per_node: neighbouring ranks that share a node; divides `cp_size`. None is all.
     keys: bounds and ranks of chunks of keys; None if they go where the queries go.
+    documents: int64 `[num_chunks]`, the one that each chunk belongs to; None if there are none.
   """
   width = ranks_per_node or cp_size
   if cp_size == 1:
@@ -74,10 +77,13 @@ def by_work(
   costs = [model.costs(ranks) for ranks in candidates]
   searched: list[np.ndarray] = []
   if min(c.objective() for c in costs) > _GOOD_ENOUGH * model.least():
-    found = _near(chunks, cp_size, width, links, keys)
-    searched = [found]
+    if width < cp_size and documents is not None and documents.min() < documents.max():
+      ranks = packed(chunks.work, documents, cp_size // width, width)
+      searched = [improved(model, ranks)]
+    else:
+      searched = [_near(chunks, cp_size, width, links, keys)]
     if width < cp_size and keys is None:
-      searched.append(levelled(model, found))
+      searched += [levelled(model, ranks) for ranks in searched]
     candidates += searched
     costs += [model.costs(ranks) for ranks in searched]
   best = min(costs, key=lambda c: c.objective())

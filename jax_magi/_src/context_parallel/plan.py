@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from jax_magi._src.context_parallel import assignment
+from jax_magi._src.context_parallel.assignment_pack import document_begins
 from jax_magi._src.context_parallel.hops import Hop, Ranks
 from jax_magi._src.context_parallel.intervals import (
   cut,
@@ -110,10 +111,28 @@ def assign_by_area(
   pieces, _, chunk = _pieces(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
   units = assignment.Units.of_chunks(work, chunk_size, chunk, *shown_keys(pieces))
-  owners = None
+  owners = documents = None
   if keys is not None:
     owners = np.arange(keys.num_chunks + 1) * keys.chunk_size, keys.ranks
-  return assignment.by_work(units, cp_size, links, ranks_per_node, owners)
+  else:
+    documents = _documents(slices, pieces, chunk, count, chunk_size)
+  return assignment.by_work(units, cp_size, links, ranks_per_node, owners, documents)
+
+
+def _documents(
+  slices: np.ndarray, pieces: np.ndarray, chunk: np.ndarray, count: int, chunk_size: int
+) -> np.ndarray:
+  """int64 `[count]`: the document of each chunk; of several, the one that needs the most keys."""
+  begins = document_begins(slices)
+
+  def document(position: np.ndarray) -> np.ndarray:
+    return np.maximum(np.searchsorted(begins, position, side="right") - 1, 0)
+
+  found = document(np.arange(count) * chunk_size)
+  first, last = shown_keys(pieces)
+  order = np.argsort(last - first, kind="stable")
+  found[chunk[order]] = document(pieces[order, Q_BEGIN])  # The last one counts.
+  return found
 
 
 def _pieces(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,0 +1,159 @@
+"""Documents packed into nodes, and then into the ranks of each node.
+
+A document is a part of the sequence that sees nothing of the rest: what is together on one rank
+moves no rows at all. So documents stay whole as far as they fit, those with the most work first.
+One that is too large for a node, or a rank, goes to all of them, chunk by chunk, to where work is
+missing: a collective moves as many rows between all pairs as between the busiest one, so that two
+that share a document pay as much as all would, and for a larger part of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+# A document with more than this of what a group holds is divided.
+_MOST_OF_A_GROUP = 0.95
+# Where a node's work is above the mean by more than this, others are divided, too: one document at
+# a time, with so many times the work that is in the wrong place. Ranks exchange chunks afterwards.
+_TOLERANCE, _MORE, _MOST_TRIALS = 0.04, 1.5, 6
+# A group may be fuller than another by so much, if it has the document before or after: the chunk
+# at their border is of both.
+_WORTH_OF_A_NEIGHBOUR = 0.1
+# What each group gets of documents that are divided, as if so much of its work were missing.
+_LEAST_MISSING = 0.05
+
+
+def document_begins(slices: np.ndarray) -> np.ndarray:
+  """int64 `[num_documents]`, ascending: where each begins. The slices are not empty."""
+  begin = np.minimum(slices[:, 0], slices[:, 2])
+  end = np.maximum(slices[:, 1], slices[:, 3])
+  order = np.argsort(begin, kind="stable")
+  begin, end = begin[order], np.maximum.accumulate(end[order])
+  return begin[np.append(True, begin[1:] >= end[:-1])[: len(begin)]]
+
+
+def packed(work: np.ndarray, document: np.ndarray, num_nodes: int, per_node: int) -> np.ndarray:
+  """int32 `[num_chunks]`: the rank of each chunk; all have equally many, and nearly the same work.
+
+  Args:
+    work: float64 `[num_chunks]`.
+    document: int64 `[num_chunks]`, the one that each chunk belongs to, or most of it.
+    num_nodes: how many there are.
+    per_node: ranks of each.
+  """
+  ranks = np.empty(len(work), np.int32)
+  nodes = _groups(work, document, num_nodes, _MOST_TRIALS)
+  for node in range(num_nodes):
+    chunks = np.flatnonzero(nodes == node)
+    ranks[chunks] = node * per_node + _groups(work[chunks], document[chunks], per_node, 1)
+  return ranks
+
+
+def _groups(work: np.ndarray, document: np.ndarray, num_groups: int, num_trials: int) -> np.ndarray:
+  """int64 `[num_chunks]`: the group of each chunk, equally many for each."""
+  order = np.argsort(document, kind="stable")
+  bounds = np.flatnonzero(np.diff(document[order], prepend=-1))
+  documents = np.split(order, bounds[1:])
+  sizes = np.array([len(chunks) for chunks in documents])
+  mean = max(float(work.sum()) / num_groups, 1.0)
+  loads = np.add.reduceat(work[order], bounds) / mean
+  is_divided = np.maximum(loads, sizes * num_groups / len(work)) > _MOST_OF_A_GROUP
+  best, most = np.empty(0, np.int64), np.inf
+  for _ in range(num_trials):
+    groups = _filled(work, documents, loads, is_divided, num_groups)
+    load = np.bincount(groups, work, num_groups) / mean
+    if load.max() < most:
+      best, most = groups, load.max()
+    # One more document is divided, that has a little more work than has to change places.
+    is_enough = ~is_divided & (loads > _MORE * np.maximum(load - 1.0, 0.0).sum())
+    if load.max() <= 1.0 + _TOLERANCE or not is_enough.any():
+      break
+    is_divided[np.where(is_enough, loads, np.inf).argmin()] = True
+  return best
+
+
+def _filled(
+  work: np.ndarray,
+  documents: list[np.ndarray],
+  loads: np.ndarray,
+  is_divided: np.ndarray,
+  num_groups: int,
+) -> np.ndarray:
+  """The group of each chunk, where it is known which documents are divided."""
+  divided = [chunks for chunks, is_in in zip(documents, is_divided, strict=True) if is_in]
+  groups = _Groups(work, num_groups, sum(map(len, divided)))
+  rest = []
+  for number in np.argsort(-loads, kind="stable").tolist():
+    if not is_divided[number] and not groups.add_whole(documents[number]):
+      rest.append(documents[number])
+  for chunks in rest:
+    groups.add_in_pieces(chunks)
+  if divided:
+    groups.add_each(np.concatenate(divided))
+  return groups.group
+
+
+class _Groups:
+  """Groups that are being filled.
+
+  Attributes:
+    group: int64 `[num_chunks]`, the group of each chunk, once it has one.
+  """
+
+  def __init__(self, work: np.ndarray, num_groups: int, num_later: int):
+    """`num_later` chunks come last, for which room is left where work is missing."""
+    self.group = np.full(len(work), -1)
+    self._size = len(work) // num_groups
+    self._mean = max(float(work.sum()) / num_groups, 1.0)
+    self._work = work
+    self._load = np.zeros(num_groups)
+    self._room = np.full(num_groups, self._size)
+    self._num_later = num_later
+
+  def add_whole(self, chunks: np.ndarray) -> bool:
+    """Puts chunks into the emptiest group that has room for them, if there is one."""
+    free = self._free()
+    load = (self._load + self._work[chunks].sum()) / self._mean
+    fullness = np.maximum(load, 1.0 - (free - len(chunks)) / self._size)
+    for near in (chunks[0] - 1, chunks[-1] + 1):
+      if 0 <= near < len(self.group) and self.group[near] >= 0:
+        fullness[self.group[near]] -= _WORTH_OF_A_NEIGHBOUR
+    group = int(np.where(free < len(chunks), np.inf, fullness).argmin())
+    if free[group] < len(chunks):
+      return False
+    self._add(chunks, group)
+    return True
+
+  def add_in_pieces(self, chunks: np.ndarray) -> None:
+    """Puts neighbouring chunks into groups, as many as there is room for in each."""
+    while len(chunks):
+      free = np.where(self._room > 0, self._free(), -np.inf)
+      # The least work of those that have room for all; else where there is most room.
+      fits = free >= len(chunks)
+      group = int((np.where(fits, -self._load, -np.inf) if fits.any() else free).argmax())
+      count = int(min(max(free[group], 1.0), self._room[group], len(chunks)))
+      self._add(chunks[:count], group)
+      chunks = chunks[count:]
+
+  def add_each(self, chunks: np.ndarray) -> None:
+    """The chunk with the most work that is left goes to the group with the least that has room."""
+    heap = [(load, g) for g, load in enumerate(self._load.tolist()) if self._room[g]]
+    heapq.heapify(heap)
+    for chunk in chunks[np.argsort(-self._work[chunks], kind="stable")].tolist():
+      load, group = heapq.heappop(heap)
+      self.group[chunk] = group
+      self._room[group] -= 1
+      if self._room[group]:
+        heapq.heappush(heap, (load + float(self._work[chunk]), group))
+
+  def _free(self) -> np.ndarray:
+    """Chunks that there is room for beside those that come later."""
+    missing = np.maximum(self._mean - self._load, 0.0) + _LEAST_MISSING * self._mean
+    return self._room - self._num_later * missing / max(float(missing.sum()), 1.0)
+
+  def _add(self, chunks: np.ndarray, group: int) -> None:
+    self.group[chunks] = group
+    self._load[group] += self._work[chunks].sum()
+    self._room[group] -= len(chunks)
