@@ -1,13 +1,14 @@
 """Compiles a step for several nodes of GPUs on one GPU or none, and prints it as scheduled.
 
-python -m tests.gpu_program NODES GPUS DEGREES TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE..]
+python -m tests.gpu_program NODES GPUS DEGREE TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE..]
 
 NODES x GPUS ranks share a mesh axis; `1 8 2 all_gather full print` is for eight GPUs of one node.
-DEGREES are overlap degrees; `1,2` prints two programs. MASK is documents, full, window, or
-neighbours: a window to both sides, with the sequence in order. ACTION is print; barrier, to print a
-program with kernel barriers; bfloat16, with gradients that travel so; keep, with keys that stay; or
-run, with one GPU. Options go to XLA as compiler options, with values true, false or a number. The
-key's plan goes to stderr.
+DEGREE is an overlap degree. MASK is documents, full, window, or neighbours: a window to both sides,
+with the sequence in order. ACTION is print; barrier, to print a program with kernel barriers;
+bfloat16, with gradients that travel so; keep, with keys that stay; or run, with one GPU. Each of
+these four may be a list: `2,4 two_level window,full print` makes two programs, in turns, and lists
+of one value serve all. Options go to XLA as compiler options, with values true, false or a number.
+The key's plan goes to stderr.
 
 On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
 with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
@@ -136,20 +137,18 @@ def run_step(compiled: Any, sharding: NamedSharding, shapes: list, key: Any, loc
   print(f"rank {rank} ran: {[list(g.addressable_data(0).shape) for g in grads]}")
 
 
-def main(
-  nodes: int,
-  gpus: int,
-  degrees: list[int],
-  transport: str,
-  mask: str,
-  action: str,
-  local: int,
-  **more,
-) -> None:
+def programs_of(*lists: str) -> list[tuple[str, ...]]:
+  """Degree, transport, mask and action of each program. Lists of one value serve all programs."""
+  values = [words.split(",") for words in lists]
+  count = max(map(len, values))
+  return list(zip(*(v * count if len(v) == 1 else v for v in values), strict=True))
+
+
+def main(nodes: int, gpus: int, programs: list[tuple[str, ...]], local: int, **more) -> None:
   devices = find_devices(nodes, gpus)
   options = {**overlap.recommended_flags(), **more}
-  for degree in degrees:
-    key = make_key(nodes, gpus, degree, transport, mask, local)
+  for degree, transport, mask, action in programs:
+    key = make_key(nodes, gpus, int(degree), transport, mask, local)
     print(key, file=sys.stderr)
     compiled, *operands = compile_step(devices, key, action, options)
     if action == "run":
@@ -159,10 +158,9 @@ def main(
 
 
 if __name__ == "__main__":
-  _, first, second, third, *words = sys.argv
-  numbers = [int(word) for word in words if word.isdigit()]
+  _, first, second, *words = sys.argv
+  numbers = [int(word) for word in words[4:] if word.isdigit()]
   values = {"true": True, "false": False}
   given = [word.split("=") for word in words if "=" in word]
   pairs = {name: values[value] if value in values else int(value) for name, value in given}
-  degrees = [int(degree) for degree in third.split(",")]
-  main(int(first), int(second), degrees, *words[:3], *(numbers or [1024]), **pairs)
+  main(int(first), int(second), programs_of(*words[:4]), *(numbers or [1024]), **pairs)

@@ -16,7 +16,7 @@ import pytest
 
 import jax_magi
 from jax_magi._src.about import facts
-from jax_magi._src.about.command import _kernels_of, report
+from jax_magi._src.about.command import _kernels_of, main, report
 from jax_magi._src.native.backends import BACKENDS, Devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,9 +74,12 @@ def test_without_devices_it_says_what_jax_says():
   assert "kernels of this build" in done.stdout
 
 
-def test_help():
-  assert "Exit status" in _run("-m", "jax_magi", "--help").stdout
-  assert _run("-m", "jax_magi", "more").returncode == 2
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("more", 2)])
+def test_help(argument, status, capsys):
+  with pytest.raises(SystemExit) as ended:
+    main([argument])
+  assert ended.value.code == status
+  assert ("Exit status" in capsys.readouterr().out) == (status == 0)
 
 
 def test_variants_name_the_instruction_set_that_is_used():

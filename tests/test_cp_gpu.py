@@ -23,13 +23,15 @@ OPCODES = {
 }
 
 
-def _programs(nodes, degrees, transport, mask, action="print"):
-  """Key and text of the program of each degree."""
-  words = [nodes, GPUS, ",".join(map(str, degrees)), transport, mask, action, LOCAL]
-  text = run_compiler("tests.gpu_program", *map(str, words))
+def _programs(nodes, degrees, transports, masks, actions="print"):
+  """Key, text and action of programs that one process compiles: lists are `gpu_program`'s."""
+  lists = (degrees, transports, masks, actions)
+  text = run_compiler("tests.gpu_program", str(nodes), str(GPUS), *lists, str(LOCAL))
   texts = re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]
-  keys = [gpu_program.make_key(nodes, GPUS, d, transport, mask, LOCAL) for d in degrees]
-  return zip(keys, texts, strict=True)
+  for program, text in zip(gpu_program.programs_of(*lists), texts, strict=True):
+    degree, transport, mask, action = program
+    key = gpu_program.make_key(nodes, GPUS, int(degree), transport, mask, LOCAL)
+    yield key, text, action
 
 
 def _expected(key, action):
@@ -61,7 +63,7 @@ def _sorted(groups):
   return tuple(sorted(map(tuple, groups)))
 
 
-def _check(key, text, action="print"):
+def _check(key, text, action):
   """All that has to be right about a program's collectives."""
   schedule = overlap.schedule_of(text)
   assert overlap.faults_of(schedule) == []
@@ -104,46 +106,39 @@ def _check_links(key, exchanges, action):
     assert moved == stats.levels[level].padded_rows
 
 
-# Nodes, transport and mask. One of ten is quick.
+# Nodes, degrees, transport and masks of the programs that one process compiles: each transport with
+# each number of nodes, and with each degree. Masks and degrees take turns.
 CASES = [
-  (2, "two_level", "documents"),
-  (2, "two_level", "window"),
-  (2, "two_level", "full"),
-  (2, "all_to_all", "documents"),
-  (2, "all_to_all", "window"),
-  (2, "all_gather", "full"),
-  (4, "two_level", "documents"),
-  (4, "two_level", "full"),
-  (4, "all_gather", "full"),
-  (4, "all_to_all", "documents"),
-  (4, "two_level", "window"),
-  (1, "all_to_all", "documents"),
-  (1, "all_to_all", "window"),
-  (1, "all_gather", "documents"),
-  (1, "all_gather", "full"),
-  (1, "ragged", "documents"),
-  (1, "ragged", "window"),
-  (1, "auto", "window"),  # A permutation beside each kernel.
-  (1, "auto", "neighbours"),  # Two of them.
-]
-IN_ONE_NODE = [
-  (1, "all_to_all", "documents"),
-  (1, "all_gather", "full"),
-  (1, "ragged", "documents"),
+  (2, "2", "two_level", "documents"),
+  (4, "1,4", "two_level", "window"),
+  # The cases from here on are long.
+  (2, "4,1", "two_level", "window,full"),
+  (4, "4,2", "two_level", "documents,full"),
+  (2, "1,2", "all_to_all", "documents,window"),
+  (4, "4", "all_to_all", "documents"),
+  (1, "4,1", "all_to_all", "documents,window"),
+  (2, "4", "all_gather", "full"),
+  (4, "2", "all_gather", "full"),
+  (1, "4,1", "all_gather", "documents,full"),
+  (1, "4,1", "ragged", "documents,window"),
+  (1, "1,2", "auto", "window"),  # A permutation beside each kernel.
+  (1, "2,4", "auto", "neighbours"),  # Two of them.
 ]
 
 
 def _id(value):
-  """Of a case, or of overlap degrees."""
-  return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+  return str(value).replace(",", "_")
 
 
 @needs_compiler
-@pytest.mark.parametrize(("case", "degrees"), in_turns(CASES, [(2,), (1, 4)], every=10), ids=_id)
-def test_exchanges_are_those_of_the_plan_beside_attention(case, degrees):
-  nodes, transport, mask = case
-  for key, text in _programs(nodes, degrees, transport, mask):
-    _check(key, text)
+@pytest.mark.parametrize(
+  ("nodes", "degrees", "transport", "masks"),
+  [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[2:])],
+  ids=_id,
+)
+def test_exchanges_are_those_of_the_plan_beside_attention(nodes, degrees, transport, masks):
+  for key, text, action in _programs(nodes, degrees, transport, masks):
+    _check(key, text, action)
     assert nodes == 1 or "ragged-all-to-all" not in text
 
 
@@ -151,35 +146,38 @@ def test_exchanges_are_those_of_the_plan_beside_attention(case, degrees):
   ("mask", "nodes", "degree"), in_turns(["documents", "window", "full"], [1, 2, 4], [1, 2, 4])
 )
 def test_auto_is_one_of_these(mask, nodes, degree):
-  """Its programs are among those above."""
+  """Programs of its transport and of its mask are among those above."""
   key = gpu_program.make_key(nodes, GPUS, degree, "auto", mask, LOCAL)
   transport = key.spec.transport
   same = gpu_program.make_key(nodes, GPUS, degree, transport, mask, LOCAL)
   # Only "auto" takes permutations among all ranks.
   expected = transport if same.spec == key.spec else "auto"
-  assert (nodes, expected, mask) in CASES
+  assert any((nodes, expected) == (n, t) and mask in masks.split(",") for n, _, t, masks in CASES)
 
 
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.parametrize("action", ["bfloat16", "keep"])
-@pytest.mark.parametrize("case", [*CASES[:3], *IN_ONE_NODE], ids=_id)
-def test_gradients_of_16_bits_and_keys_that_stay(case, action):
-  nodes, transport, mask = case
-  for key, text in _programs(nodes, (2,), transport, mask, action):
+@pytest.mark.parametrize(("action", "mask"), [("bfloat16", "full"), ("keep", "window")])
+@pytest.mark.parametrize(
+  ("nodes", "transports"), [(2, "two_level"), (1, "all_to_all,all_gather,ragged")], ids=_id
+)
+def test_gradients_of_16_bits_and_keys_that_stay(nodes, transports, action, mask):
+  for key, text, _ in _programs(nodes, "2", transports, mask, action):
     _check(key, text, action)
 
 
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather", "ragged"])
-def test_a_transfer_without_overlap_is_reported_and_not_rejected(transport):
-  ((_, text),) = _programs(1, (0,), transport, "documents")
-  schedule = overlap.schedule_of(text)
-  exchanges = [c for c in schedule.collectives if c.exchange]
-  assert [c.exchange for c in exchanges] == 3 * [transport]
-  assert all(c.is_single for c in exchanges)
-  assert overlap.faults_of(schedule) == []
+def test_a_transfer_without_overlap_is_reported_and_not_rejected():
+  transports = "all_to_all,all_gather,ragged"
+  for transport, (_, text, _) in zip(
+    transports.split(","), _programs(1, "0", transports, "documents"), strict=True
+  ):
+    schedule = overlap.schedule_of(text)
+    exchanges = [c for c in schedule.collectives if c.exchange]
+    assert [c.exchange for c in exchanges] == 3 * [transport]
+    assert all(c.is_single for c in exchanges)
+    assert overlap.faults_of(schedule) == []
 
 
 _TOO_EARLY = pytest.mark.xfail(
@@ -190,19 +188,16 @@ _TOO_EARLY = pytest.mark.xfail(
 
 @needs_compiler
 @pytest.mark.parametrize(
-  "case",
+  ("nodes", "transport", "mask"),
   [
-    IN_ONE_NODE[0],
-    pytest.param(IN_ONE_NODE[1], marks=pytest.mark.long),
-    pytest.param(IN_ONE_NODE[2], marks=[pytest.mark.long, _TOO_EARLY]),
-    pytest.param(CASES[0], marks=[pytest.mark.long, _TOO_EARLY]),
-    pytest.param(CASES[1], marks=[pytest.mark.long, _TOO_EARLY]),
+    (1, "all_to_all", "documents"),
+    pytest.param(1, "all_gather", "full", marks=pytest.mark.long),
+    pytest.param(1, "ragged", "documents", marks=[pytest.mark.long, _TOO_EARLY]),
+    pytest.param(2, "two_level", "window", marks=[pytest.mark.long, _TOO_EARLY]),
   ],
-  ids=_id,
 )
-def test_a_kernel_barrier_is_between_transfers_and_their_kernel(case):
-  nodes, transport, mask = case
-  ((_, text),) = _programs(nodes, (2,), transport, mask, "barrier")
+def test_a_kernel_barrier_is_between_transfers_and_their_kernel(nodes, transport, mask):
+  ((_, text, _),) = _programs(nodes, "2", transport, mask, "barrier")
   entry = text[text.index("\nENTRY ") :]
   words = re.findall(
     r" (?:ragged-all-to-all|all-to-all|all-gather|reduce-scatter|collective-permute)-(start|done)\("
