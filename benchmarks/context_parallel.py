@@ -130,13 +130,12 @@ class Kernels:
   def stage(self, slices: np.ndarray, k_len: int, number: int, count: int) -> tuple[float, float]:
     """Seconds of a stage of `count`. It goes on with what others left; the last one rounds."""
     is_first, is_last = number == 0, number + 1 == count
-    dtype = np.float32 if count > 1 else None
+    dtype = None if is_last else np.float32
 
     def forward(q, k, v, table, running):
-      found = self.ops.forward(
+      return self.ops.forward(
         self.config, q, k, v, table, self._sink(), out_dtype=dtype, running=running
       )
-      return (found[0].astype(q.dtype), *found[1:]) if is_last else found
 
     def backward(q, k, v, lse, delta, table, dq):
       dq = self.dq_sum.empty_dq_sum(q, v) if is_first else dq
@@ -157,7 +156,10 @@ class Kernels:
       self._seconds(f"backward{kind}", backward, q, k, v, lse, lse * 0.0, table, dq),
     )
     # Here they are arguments, which a call may not write to: it begins with a copy.
-    copies = (0.0, 0.0) if is_first else (self._copy_seconds(running), self._copy_seconds(dq))
+    copies = (0.0, 0.0)
+    if not is_first:
+      written = running[1:] if is_last else running
+      copies = self._copy_seconds(written), self._copy_seconds(dq)
     return times[0] - copies[0], times[1] - copies[1]
 
   def _copy_seconds(self, arrays: Any) -> float:

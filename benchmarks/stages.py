@@ -59,11 +59,11 @@ def _sink():
 def forward(q, stages):
   """16-bit out, and lse. `stages` are tuples of k, v and slices."""
   running = None
-  out_dtype = np.float32 if len(stages) > 1 else None
-  for stage in stages:
+  for number, stage in enumerate(stages, 1):
+    out_dtype = np.float32 if number < len(stages) else None
     running = ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=out_dtype, running=running)
   out, lse, _ = running
-  return out.astype(q.dtype), lse
+  return out, lse
 
 
 def forward_merged(q, stages):

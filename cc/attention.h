@@ -90,9 +90,11 @@ struct ForwardArgs {
   void* out;
   float* lse;         // -inf for rows that see nothing.
   float* max_logits;  // -inf for heads that see nothing.
-  // Whether out (float32), lse and max_logits hold the results of calls over other keys, to be
-  // merged with those of this one. The sink took part in the first call, and does not in this one.
-  bool is_running;
+  // The output of calls over other keys, whose lse and max_logits are in those above, to be merged
+  // with this one; null: there are none. It is `out`, of which rows that see nothing stay as they
+  // are, or, where `out` is not float32, what the last call rounds. The sink took part in the first
+  // call, and does not in this one.
+  const float* running_out;
 };
 
 struct BackwardArgs {

@@ -23,11 +23,12 @@ def stage_slices(mask, bounds):
 
 
 def forward_stages(config, q, k, v, sink, slices, bounds):
-  """float32 out, lse and max_logits of a batch of 1, after all stages."""
+  """out, lse and max_logits of a batch of 1, after all stages, the last of which rounds."""
   running = None
-  for (begin, end), table in zip(bounds, slices, strict=True):
+  for number, ((begin, end), table) in enumerate(zip(bounds, slices, strict=True), 1):
     operands = (q, k[:, begin:end], v[:, begin:end], table[None], sink)
-    running = ops.forward(config, *operands, out_dtype=np.float32, running=running)
+    out_dtype = np.float32 if number < len(bounds) else None
+    running = ops.forward(config, *operands, out_dtype=out_dtype, running=running)
   return running
 
 
@@ -58,7 +59,7 @@ def run_stages(config, bounds, operands, cotangents, slices):
   delta = ops.delta(out, lse, dout, dlse)
   gradients = backward_stages(config, q, k, v, dout, lse, delta, slices, bounds)
   dsink = -jnp.sum(ops.sink_probability(row_sink, lse) * delta, axis=1)
-  results = (out.astype(q.dtype), lse, max_logits, *gradients, dsink)
+  results = (out, lse, max_logits, *gradients, dsink)
   out, lse, max_logits, *gradients = (x[0] for x in results)
   return named_results(out, lse, max_logits, gradients if sink is not None else gradients[:3])
 
@@ -101,7 +102,7 @@ def untouched_results(config, dtype, dims, q_len, shown, k_len=100, heads=(4, 2)
   """Random running results before and after a stage that shows keys to queries `shown` alone.
 
   Returns:
-    Two triples of out, lse and max_logits.
+    Three triples of out, lse and max_logits; the last one is after it was the last stage.
   """
   rng = np.random.default_rng(0)
 
@@ -118,12 +119,21 @@ def untouched_results(config, dtype, dims, q_len, shown, k_len=100, heads=(4, 2)
   slices = np.array([[(*shown, 0, k_len, -(2**30), 2**30)]], np.int32)
   sink = jnp.full((1, heads[0]), 7.0, np.float32)  # It has no part in this stage.
   running = (out, lse, max_logits)
-  run = jax.jit(lambda running: ops.forward(config, q, k, v, slices, sink, running=running))
-  return running, run(running)
+
+  @jax.jit
+  def run(running):
+    call = functools.partial(ops.forward, config, q, k, v, slices, sink, running=running)
+    return call(out_dtype=np.float32), call()
+
+  return running, *run(running)
 
 
-def check_untouched(before, after, shown):
-  """Rows outside of `shown` keep every bit of their results, and those inside do not."""
+def check_untouched(before, after, rounded, shown):
+  """Rows outside of `shown` keep every bit of their results, and those inside do not.
+
+  A last stage rounds them all.
+  """
+  assert_same_bits(rounded, (after[0].astype(rounded[0].dtype), *after[1:]))
   is_kept = np.ones(before[0].shape[1], bool)
   is_kept[slice(*shown)] = False
   for x, y in zip(before[:2], after[:2], strict=True):

@@ -182,6 +182,10 @@ _DQ_SUM = {"running_dq": ((2, 4, 128), _F32), "dq": ((2, 4, 128), _F32)}
 
 def test_running_results_are_accepted():
   _forward(_RUNNING, {8: 0, 9: 1, 10: 2})
+  # The last call rounds.
+  shapes = {"q": (2, 8, 4, 16), "k": (2, 8, 2, 16), "v": (2, 8, 2, 16), "out": (2, 8, 4, 16)}
+  rounded = {name: (shape, np.float16) for name, shape in shapes.items()}
+  _forward(_RUNNING | rounded, {9: 1, 10: 2})
   _backward(_DQ_SUM, {10: 0})
   larger = {name: ((2, 4, 200), _F32) for name in _DQ_SUM}
   _backward(larger, {10: 0})

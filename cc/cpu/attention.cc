@@ -69,7 +69,7 @@ bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for) 
 
   for (int64_t head = 0; head < num_heads; ++head) {
     float largest =
-        args.is_running ? args.max_logits[head] : -std::numeric_limits<float>::infinity();
+        args.running_out != nullptr ? args.max_logits[head] : -std::numeric_limits<float>::infinity();
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const float logit = tile_max[head * num_tiles + tile];
       if (!std::isnan(largest) && !(largest >= logit)) largest = logit;

@@ -130,14 +130,14 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
       RowOffset(batch, shape.q_len, q_begin, shape.num_q_heads, head, /*dim=*/1);
   const float sink = args.sink[batch * shape.num_q_heads + head];
   for (int row = 0; row < kTile; ++row) {
-    const bool has_lse = args.is_running && row < num_rows;
+    const bool has_lse = args.running_out != nullptr && row < num_rows;
     state.max[row] = has_lse ? args.lse[first_row + row * shape.num_q_heads] : sink;
     state.sum[row] = state.max[row] == -kInf ? 0.0f : 1.0f;
     state.max_logit[row] = -kInf;
   }
-  if (args.is_running) {
-    LoadRows(static_cast<const float*>(args.out) + first_row * value_dim,
-             shape.num_q_heads * value_dim, num_rows, value_dim, kTile, 1.0f, acc, value_pad);
+  if (args.running_out != nullptr) {
+    LoadRows(args.running_out + first_row * value_dim, shape.num_q_heads * value_dim, num_rows,
+             value_dim, kTile, 1.0f, acc, value_pad);
   } else {
     std::memset(acc, 0, sizeof(float) * kTile * value_pad);
   }
@@ -191,7 +191,7 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
   }
 
   *tile_max = -kInf;
-  if (args.is_running && !sees_keys) return;
+  if (args.running_out == args.out && args.out != nullptr && !sees_keys) return;
   float largest = -kInf;
   for (int row = 0; row < num_rows; ++row) {
     const float sum = state.sum[row];

@@ -67,7 +67,8 @@ ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
   return ffi::Error::Success();
 }
 
-// Checks that what a call goes on with lies in the memory of its results.
+// Checks that what a call goes on with lies in the memory of its results: all but those that it
+// rounds.
 ffi::Error CheckRunning(const char* context, ffi::RemainingArgs running,
                         std::initializer_list<NamedBuffer> results) {
   if (running.size() != results.size()) {
@@ -79,12 +80,11 @@ ffi::Error CheckRunning(const char* context, ffi::RemainingArgs running,
   for (const NamedBuffer& result : results) {
     const auto buffer = running.get<ffi::AnyBuffer>(i++);
     if (buffer.has_error()) return buffer.error();
-    if (result.buffer.element_count() > 0 &&
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {result.name, *buffer}, {ffi::F32}));
+    if (result.buffer.element_type() == ffi::F32 && result.buffer.element_count() > 0 &&
         buffer->untyped_data() != result.buffer.untyped_data()) {
       return Invalid(context, result.name, "must share the memory of the running result");
     }
-    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {result.name, *buffer}, {ffi::F32}));
-    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, result, {ffi::F32}));
     if (buffer->element_count() != result.buffer.element_count()) {
       return Invalid(context, result.name, "must be as large as the running result");
     }
@@ -163,11 +163,12 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
        {NamedBuffer{"sink", sink}, {"lse", lse}, {"max_logits", max_logits}}) {
     JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, named, {ffi::F32}));
   }
-  args->is_running = running.size() > 0;
-  if (args->is_running) {
+  args->running_out = nullptr;
+  if (running.size() > 0) {
     JAX_MAGI_RETURN_IF_ERROR(
         CheckRunning(context, running, {{"out", out}, {"lse", lse}, {"max_logits", max_logits}}));
     JAX_MAGI_RETURN_IF_ERROR(CheckNoTerms(context, *args));
+    args->running_out = static_cast<const float*>(running.get<ffi::AnyBuffer>(0)->untyped_data());
   }
   args->params = {softmax_scale, softcap};
   args->out_dtype = ToDType(out.element_type());

@@ -49,16 +49,16 @@ struct ForwardEpilogue {
   }
 
   __device__ __forceinline__ bool IsRunning() const {
-    if constexpr (kMayMerge) return consumer.params.is_running;
+    if constexpr (kMayMerge) return consumer.params.running_out != nullptr;
     return false;
   }
 
-  // The row of out, to the L2 cache. Threads of a quad have it together.
+  // The row of what is merged, to the L2 cache. Threads of a quad have it together.
   __device__ __forceinline__ void PrefetchRow(const Row& row) const {
     constexpr int kLine = 128 / sizeof(float);
     const int value_dim = consumer.params.value_dim;
-    const float* out = static_cast<const float*>(consumer.params.out) + row.offset * value_dim;
-    for (int i = consumer.thread % 4 * kLine; i < value_dim; i += 4 * kLine) PrefetchL2(out + i);
+    const float* running = consumer.params.running_out + row.offset * value_dim;
+    for (int i = consumer.thread % 4 * kLine; i < value_dim; i += 4 * kLine) PrefetchL2(running + i);
   }
 
   // Without branches before the output is on its way: both rows' latencies hide each other.
@@ -67,7 +67,7 @@ struct ForwardEpilogue {
     const RowState& state = consumer.state;
     const Row rows[2] = {RowOf(tile, 0), RowOf(tile, 1)};
     float factor[2], lse[2];
-    float running_factor[2];  // Of what out holds.
+    float running_factor[2];  // Of what is merged.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sink = kLog2E * consumer.sinks[r];
@@ -96,17 +96,20 @@ struct ForwardEpilogue {
     ReportMaxLogits(tile, rows);
   }
 
-  __device__ __forceinline__ void StoreOutput(const Row (&rows)[2], const float (&factor)[2],
+  __device__ __forceinline__ void StoreOutput(const Row (&rows)[2], float (&factor)[2],
                                               const float (&running_factor)[2]) {
     const auto& params = consumer.params;
     const bool is_own[2] = {rows[0].is_own, rows[1].is_own};
     const int64_t first[2] = {rows[0].offset * params.value_dim, rows[1].offset * params.value_dim};
     if constexpr (kMayMerge) {
-      float* out = static_cast<float*>(params.out);
-      float* const to[2] = {out + first[0], out + first[1]};
-      MergeFloatRows<Config::kValueDim>(consumer.acc, factor, IsRunning(), running_factor, to,
-                                        is_own, params.value_dim, consumer.thread);
-    } else if (IsOutFloat()) {
+      if (IsRunning()) {
+        const float* const from[2] = {params.running_out + first[0], params.running_out + first[1]};
+        MergeFloatRows<Config::kValueDim>(consumer.acc, factor, running_factor, from, is_own,
+                                          params.value_dim, consumer.thread);
+        factor[0] = factor[1] = 1.0f;
+      }
+    }
+    if (IsOutFloat()) {
       float* out = static_cast<float*>(params.out);
       float* const to[2] = {out + first[0], out + first[1]};
       StoreFloatRows<Config::kValueDim>(consumer.acc, factor, to, is_own, params.value_dim,
@@ -121,7 +124,8 @@ struct ForwardEpilogue {
 
   __device__ __forceinline__ bool IsOutFloat() const {
     if constexpr (Config::kHasTerms) return consumer.params.is_out_float;
-    return Config::kIsOutFloat;
+    if constexpr (kMayMerge) return !consumer.params.is_rounded;
+    return false;
   }
 
   __device__ __forceinline__ void ReportMaxLogits(const TileInfo& tile, const Row (&rows)[2]) {

@@ -273,7 +273,8 @@ struct Consumer {
   // Whether results that are there stay as they are: no row sees a key of this call.
   __device__ __forceinline__ bool IsKept(const TileInfo& tile) {
     if constexpr (!ForwardEpilogue<Config, Consumer>::kMayMerge) return false;
-    return params.is_running && tile.num_blocks == 0 && tile.part == 0;
+    return params.running_out != nullptr && !params.is_rounded && tile.num_blocks == 0 &&
+           tile.part == 0;
   }
 
   __device__ __forceinline__ ForwardEpilogue<Config, Consumer> Epilogue() { return {*this}; }

@@ -42,7 +42,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
   JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0,
-                                   args.is_running ? nullptr : args.max_logits, options.stream));
+                                   args.running_out != nullptr ? nullptr : args.max_logits, options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
@@ -77,7 +77,8 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.out = args.out;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
-  params.is_running = args.is_running;
+  params.running_out = args.running_out;
+  params.is_rounded = args.out_dtype != DType::kF32;
   params.parts.counters = reinterpret_cast<int32_t*>(counter + 1);
   params.parts.parts =
       may_cut ? reinterpret_cast<float4*>(params.parts.counters + kMaxPartCounters) : nullptr;
@@ -150,10 +151,12 @@ Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& a
   const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
   const bool has_softcap = args.params.softcap != 0.0f;
   const bool in_clusters = PrefersClusters(args.shape, options.num_blocks);
-  return args.out_dtype == DType::kF32 ? WithConfig<kHeadDim, kValueDim, Element, true>(
-                                             args.shape, has_softcap, in_clusters, launch)
-                                       : WithConfig<kHeadDim, kValueDim, Element, false>(
-                                             args.shape, has_softcap, in_clusters, launch);
+  // Those that write float32 merge, too, and round at last.
+  return args.out_dtype == DType::kF32 || args.running_out != nullptr
+             ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, in_clusters,
+                                                              launch)
+             : WithConfig<kHeadDim, kValueDim, Element, false>(args.shape, has_softcap, in_clusters,
+                                                               launch);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>

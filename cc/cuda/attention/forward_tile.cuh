@@ -38,7 +38,10 @@ struct ForwardParams {
   void* out;
   float *lse, *max_logits;
   PartsParams parts;
-  bool is_running;  // Of kernels with a float32 output: as ForwardArgs says.
+  // Of kernels with a float32 output: as ForwardArgs says, and whether this is the last call, which
+  // has another output.
+  const float* running_out;
+  bool is_rounded;
 };
 
 // The same, of a call with terms.

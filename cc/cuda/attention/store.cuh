@@ -100,14 +100,13 @@ __device__ __forceinline__ void AddFloatRows(const float (&acc)[kDim / 2], const
   }
 }
 
-// As StoreFloatRows; and where `is_running`, what the rows hold is added, multiplied by
-// `running_factor`.
+// Multiplies the thread's two rows of an accumulator by `factor`, and adds those of `rows`,
+// multiplied by `running_factor`.
 template <int kDim>
-__device__ __forceinline__ void MergeFloatRows(const float (&acc)[kDim / 2],
-                                               const float (&factor)[2], bool is_running,
+__device__ __forceinline__ void MergeFloatRows(float (&acc)[kDim / 2], const float (&factor)[2],
                                                const float (&running_factor)[2],
-                                               float* const (&rows)[2], const bool (&is_own)[2],
-                                               int num_columns, int lane) {
+                                               const float* const (&rows)[2],
+                                               const bool (&is_own)[2], int num_columns, int lane) {
   // Loaded before anything is stored, or one would wait for the other: as much as registers hold.
   constexpr int kColumns = kDim < 128 ? kDim : 128;
 #pragma unroll
@@ -119,22 +118,18 @@ __device__ __forceinline__ void MergeFloatRows(const float (&acc)[kDim / 2],
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         running[i][r] = make_float2(0.0f, 0.0f);
-        if (is_running && is_own[r] && column < num_columns) {
+        if (is_own[r] && column < num_columns) {
           running[i][r] = *reinterpret_cast<const float2*>(rows[r] + column);
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {
-      const int column = first + 8 * i + 2 * (lane % 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float* pair = acc + first / 2 + 4 * i + 2 * r;
-        if (is_own[r] && column < num_columns) {
-          *reinterpret_cast<float2*>(rows[r] + column) =
-              make_float2(pair[0] * factor[r] + running[i][r].x * running_factor[r],
-                          pair[1] * factor[r] + running[i][r].y * running_factor[r]);
-        }
+        float* pair = acc + first / 2 + 4 * i + 2 * r;
+        pair[0] = pair[0] * factor[r] + running[i][r].x * running_factor[r];
+        pair[1] = pair[1] * factor[r] + running[i][r].y * running_factor[r];
       }
     }
   }

@@ -119,8 +119,8 @@ def forward(
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
     running: the results of calls over other keys of the same queries, with a float32 `out`. Those
       of this call are merged with them, in their memory where nothing else uses it; a tile of
-      queries that sees none of these keys costs nothing. The sink belongs to the first call, and is
-      not used here; there are no terms.
+      queries that sees none of these keys costs nothing. The last such call takes no `out_dtype`,
+      and rounds. The sink belongs to the first call, and is not used here; there are no terms.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
@@ -131,7 +131,6 @@ def forward(
   if running is not None:
     assert not terms, "terms and running results are not taken together"
     assert running[0].dtype == np.float32, running[0].dtype
-    dtype = np.dtype(np.float32)
     terms = dict(zip(_RUNNING, running, strict=True))
   return _forward(config, dtype, tuple(terms))(q, k, v, slices, sink, *terms.values())
 

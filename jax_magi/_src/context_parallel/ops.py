@@ -72,8 +72,8 @@ def _forward(config: RankConfig, q, k, v, key, sink):
   def attend(step, running, slices):
     """The results of all steps up to this one; `running` are those of the steps before it."""
     operands = (q, *stages[step.stage], slices, sink)
-    # Results of several calls are rounded once, when they are one.
-    out_dtype = np.float32 if len(steps) > 1 else None
+    # Results of several calls are rounded by the last one.
+    out_dtype = None if step == steps[-1] else np.float32
     return ops.forward(
       config.forward, *(x[None] for x in operands), out_dtype=out_dtype, running=running
     )
@@ -96,7 +96,6 @@ def _forward(config: RankConfig, q, k, v, key, sink):
     )
     _arrive(step, transfers, parts, arrived, stages, k, v)
   out, lse, max_logits = (x[0] for x in running)
-  out = out.astype(q.dtype)
   if config.reduces_max_logits:
     max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
     # XLA has one collective in flight. Unless this one is over before the next begins, it may be

@@ -187,8 +187,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
 
-  With running results, whose memory they take, they are merged with these. `tile_stamp` is that of
-  the plan that the tile list is from.
+  With running results they are merged with these, and take their memory; not so an out in another
+  dtype than float32. `tile_stamp` is that of the plan that the tile list is from.
   """
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
@@ -219,7 +219,9 @@ def forward(
       ((batch, num_q_heads), np.float32),
       ((needs.workspace_bytes,), np.uint8),
     ],
-    aliases={len(operands) + i: i for i in range(len(running))},
+    aliases={
+      len(operands) + i: i for i in range(len(running)) if i or np.dtype(out_dtype) == np.float32
+    },
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
