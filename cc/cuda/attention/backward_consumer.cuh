@@ -234,9 +234,9 @@ struct BackwardConsumer {
   }
 
   // Gradients of keys and values leave registers for one more product at a time: for scores, for dP
-  // beside packed probabilities, or for dQ of the block before, whose dS both warpgroups have written
-  // long since. Only dV and dK need none, and run under what follows the product before. The tensor
-  // cores are then left to the other warpgroup, which is half a block behind.
+  // beside packed probabilities, or for dQ of the block before, whose dS both warpgroups have
+  // written long since. Only dV and dK need none, and run under what follows the product before.
+  // The tensor cores are then left to the other warpgroup, which is half a block behind.
   __device__ __forceinline__ void ComputeInTurns() {
     constexpr uint32_t kFirst = 1u << 31;  // Of the tile's blocks: there is no register for it.
     num_done |= kFirst;

@@ -68,7 +68,7 @@ __device__ __forceinline__ void ReadByQuery(const float* eight, int query, int d
 }
 
 // A block of threads has 64 rows of 64 dims, a thread 8 dims of two.
-template <typename Element>
+template <typename Element, int kPanelDims>
 __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
   // Dims of all heads side by side, as the rows of dq have them.
   const uint32_t num_pieces = args.sum.num_dims / 64, per_batch = args.num_q_heads * num_pieces;
@@ -79,13 +79,12 @@ __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
   if (query >= args.q_len) return;
   const int head = pieces / num_pieces;
   const int dim = pieces % num_pieces * 64 + threadIdx.x % 8 * 8;
-  const int panel_dims = DqPanelDims(args.sum.num_dims), panel = dim / panel_dims;
-  const int in_panel = dim - panel * panel_dims;
+  const int panel = dim / kPanelDims, in_panel = dim % kPanelDims;
   const float* of_head = args.sum.data + (int64_t{batch} * args.num_q_heads + head) *
                                              args.num_rows * args.sum.num_dims;
-  const float* eight = of_head + (int64_t{panel} * args.num_rows + query / 8 * 8) * panel_dims;
+  const float* eight = of_head + (int64_t{panel} * args.num_rows + query / 8 * 8) * kPanelDims;
   float x[2][8];
-  if (args.sum.is_by_query()) {
+  if constexpr (kPanelDims == 48) {
     ReadByQuery(eight, query % 8, in_panel, args.scale, x);
   } else {
     ReadByPair(eight, query % 8, in_panel, args.scale, x);
@@ -135,7 +134,11 @@ __global__ void __launch_bounds__(kThreads) FinishBackwardKernel(FinishArgs args
   WaitForPreviousKernel();
   LetNextKernelStart();
   if (blockIdx.x < args.num_dq_blocks) {
-    FinishDq<Element>(args);
+    if (DqPanelDims(args.sum.num_dims) == 48) {
+      FinishDq<Element, 48>(args);
+    } else {
+      FinishDq<Element, 64>(args);
+    }
   } else {
     FinishDkv<Element>(args);
   }

@@ -133,8 +133,8 @@ struct BackwardBuffers {
   QueryStatistic* statistics;
   LaunchOptions rest;
 };
-inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling,
-                                      int num_dims, int num_parts, bool deterministic,
+inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling, int num_dims,
+                                      int num_parts, bool deterministic,
                                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   char* next = static_cast<char*>(options.workspace);
@@ -225,8 +225,7 @@ Status BackwardVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs&
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(bool has_softcap,
-                                                               bool in_clusters) {
+Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
   return WithBackwardConfig<kHeadDim, kValueDim, Element>(
       has_softcap, in_clusters, /*cuts_heads=*/false,
       [](auto config) { return kBackwardTiling<decltype(config)>; });

@@ -13,12 +13,10 @@ namespace jax_magi::cuda {
 JAX_MAGI_INLINE constexpr int DqPanelDims(int num_dims) { return num_dims == 192 ? 48 : 64; }
 
 // [batch, num_q_heads, num_panels, rows, DqPanelDims], without softmax_scale: DqSumRows(q_len)
-// rows, eight by eight as DqSumPlace says, or DqSumPlaceByQuery.
+// rows, eight by eight as DqSumPlace says, or DqSumPlaceByQuery in panels of 48 dims.
 struct DqSum {
   float* data;
   int num_dims;  // That the kernel has: some may be past head_dim.
-
-  JAX_MAGI_INLINE bool is_by_query() const { return DqPanelDims(num_dims) != 64; }
 };
 
 // Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries /

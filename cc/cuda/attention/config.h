@@ -141,8 +141,7 @@ struct BackwardConfig : Tile_ {
   // dQ is that of the block before: warpgroups may be out of step.
   static constexpr bool kDqIsLate = kInTwoBursts || kTakesTurns;
   // Statistics are read before the wait for scores, where there are registers for them.
-  static constexpr bool kReadAhead =
-      Tile::kBlockColumns <= 64 && !(kTakesTurns && kHasSoftcap);
+  static constexpr bool kReadAhead = Tile::kBlockColumns <= 64 && !(kTakesTurns && kHasSoftcap);
   // Whether dK must be done before the next scores are issued: blocks of 80 queries fitted the
   // registers only so. Of the kernels with 128 dims, those with a cap still have this loop.
   static constexpr bool kWaitsForDx = kHeadDim == 128;

@@ -32,8 +32,8 @@ __device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
 }
 
 // A tile in shared memory is made of panels 64 elements wide: rows of 128 bytes, 128-byte swizzle,
-// 8 rows a swizzle atom; or half as wide, with a swizzle of 64 bytes. Descriptor fields are in units
-// of 16 bytes.
+// 8 rows a swizzle atom; or half as wide, with a swizzle of 64 bytes. Descriptor fields are in
+// units of 16 bytes.
 template <int kPanelDims>
 constexpr uint64_t kAtomOffsetOf = 8 * kPanelDims * 2 / 16;
 constexpr uint64_t kAtomOffset = kAtomOffsetOf<64>;
@@ -102,8 +102,7 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
     constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Of a panel.
-    WgmmaShared<Atom>(
-        Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
+    WgmmaShared<Atom>(Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
                       Advance(keys, panel * (keys_bytes / 16) + offset), scores,
                       /*accumulate=*/kProduct != Product::kIsResult || step > 0,
                       std::make_integer_sequence<int, kN / 2>());
