@@ -1,11 +1,12 @@
 """Times attention beside the peers that are on this machine.
 
 python -m benchmarks.attention [--json FILE] [--plot FILE] [--peers PEER ...]
-                               [--parts PART ...] [--lengths N ...]
+                               [--parts PART ...] [--lengths N ...] [--dims KEY,VALUE]
 
 On a CPU it prints the time of the forward pass, of forward and backward, and the peak memory of a
 process that runs both, for growing lengths. On a GPU see attention_gpu.py; `--parts` chooses among
-its parts, `--lengths` the numbers of tokens. `--peers` chooses among peers.py; without names, none.
+its parts, `--lengths` the numbers of tokens, and `--dims 192,128` the head dims of forward and
+backward passes. `--peers` chooses among peers.py; without names, none.
 """
 
 from __future__ import annotations
@@ -128,6 +129,11 @@ def plot(rows: list[dict], memory: list[dict], path: Path) -> None:
   plt.close(figure)
 
 
+def _dims(text: str) -> tuple[int, int]:
+  head_dim, value_dim = text.split(",")
+  return int(head_dim), int(value_dim)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   names = [peer.name for peer in PEERS]
@@ -136,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--peers", nargs="*", default=names, choices=names, metavar="PEER")
   parser.add_argument("--parts", nargs="+", default=[], choices=list(attention_gpu.PARTS))
   parser.add_argument("--lengths", nargs="+", type=int)
+  parser.add_argument("--dims", type=_dims, metavar="KEY,VALUE")
   parser.add_argument("--peak-memory", nargs=2, metavar=("BY", "LENGTH"), help=argparse.SUPPRESS)
   options = parser.parse_args(arguments)
   if options.peak_memory:
@@ -143,7 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     return
   peers = [peer for peer in PEERS if peer.name in options.peers]
   if jax.default_backend() == "gpu":
-    attention_gpu.main(options.json, options.plot, options.parts, options.lengths, peers)
+    attention_gpu.main(
+      options.json, options.plot, options.parts, options.lengths, peers, options.dims
+    )
   else:
     _main_on_cpu(options.json, options.plot, peers)
 

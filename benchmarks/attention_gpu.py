@@ -1,13 +1,15 @@
 """Times the CUDA kernels beside the peers that are here, mask by mask and length by length.
 
 Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass, 2.5 times that
-for a backward pass alone (five products instead of two; what it recomputes does not count).
+for a backward pass alone (five products instead of two; what it recomputes does not count). Where
+values have other dims than keys, two of the five products have theirs, and one of the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,10 +28,14 @@ from jax_magi import AttentionMask
 
 LENGTHS = [2**i for i in range(10, 17)]
 BACKWARD_LENGTHS = [n for n in LENGTHS if n <= 32768]
+# Of keys and of values.
+Dims = tuple[int, int] | None
 # head_dim, query heads, kv heads
 MODELS = [(128, 48, 8), (64, 32, 32)]
 # Masks that most peers have: these are also timed in both models, and as single calls.
 SIMPLE = ("full", "causal", "window")
+# With `--dims`, so many heads, and the simple masks alone.
+NUM_HEADS_OF_DIMS = 64
 # Where the deterministic backward pass is timed, too. In the second, documents begin anywhere; in
 # the first, at multiples of the units in which queries have turns.
 DETERMINISTIC_LENGTHS = (8192, 16384)
@@ -53,8 +59,10 @@ def _ours(mask: AttentionMask, **options) -> Callable:
 
 
 def _flop(cell: Cell) -> float:
-  products = {"forward": 4, "backward": 10}[cell.direction]
-  return products * cell.mask.area() * cell.head_dim * cell.num_q_heads
+  by_key, by_value = {"forward": (1, 1), "backward": (3, 2)}[cell.direction]
+  head_dim, value_dim = cell.dims
+  flop_per_pair = 2 * (by_key * head_dim + by_value * value_dim)
+  return flop_per_pair * cell.mask.area() * cell.num_q_heads
 
 
 def _rate(cell: Cell, **options) -> float:
@@ -83,6 +91,8 @@ def _ratios(row: dict, beside: Beside) -> str:
 def _beside_peers(cell: Cell, beside: Beside) -> tuple[dict, str]:
   """Our rate and the peers', as a row and in words."""
   row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name, "ours": _rate(cell)}
+  if cell.value_dim:
+    row["value_dim"] = cell.value_dim
   _add_peers(row, cell, beside)
   return row, _ratios(row, beside)
 
@@ -92,7 +102,13 @@ def _print_row(row: dict, text: str) -> None:
   print(f"  {place} {row['ours']:7.1f} {text}", flush=True)
 
 
-def _cells(lengths: list[int], direction: str) -> Iterator[Cell]:
+def _cells(lengths: list[int], direction: str, dims: Dims) -> Iterator[Cell]:
+  if dims:
+    heads = (NUM_HEADS_OF_DIMS, NUM_HEADS_OF_DIMS)
+    for length, name in itertools.product(lengths, SIMPLE):
+      mask = MASKS[name](length)
+      yield Cell(name, mask, dims[0], *heads, direction=direction, value_dim=dims[1])
+    return
   for head_dim, num_q_heads, num_kv_heads in MODELS:
     for length in lengths:
       for name, make in MASKS.items():
@@ -101,9 +117,9 @@ def _cells(lengths: list[int], direction: str) -> Iterator[Cell]:
         yield Cell(name, make(length), head_dim, num_q_heads, num_kv_heads, direction=direction)
 
 
-def time_forward(lengths: list[int], beside: Beside) -> list[dict]:
+def time_forward(lengths: list[int], beside: Beside, dims: Dims = None) -> list[dict]:
   rows = []
-  for cell in _cells(lengths, "forward"):
+  for cell in _cells(lengths, "forward", dims):
     row, text = _beside_peers(cell, beside)
     if cell.name in SAME_AREA:
       other = dataclasses.replace(cell, mask=varlen_of_same_area(cell.mask))
@@ -114,9 +130,9 @@ def time_forward(lengths: list[int], beside: Beside) -> list[dict]:
   return rows
 
 
-def time_backward(lengths: list[int], beside: Beside) -> list[dict]:
+def time_backward(lengths: list[int], beside: Beside, dims: Dims = None) -> list[dict]:
   rows = []
-  for cell in _cells(lengths, "backward"):
+  for cell in _cells(lengths, "backward", dims):
     row, text = _beside_peers(cell, beside)
     if cell.length in DETERMINISTIC_LENGTHS:
       row["deterministic"] = _rate(cell, deterministic=True)
@@ -259,14 +275,15 @@ def plot(rows: list[dict], beside: Beside, path: Path, title: str) -> None:
   plt.close(figure)
 
 
-# Part of the benchmark -> its rows, given the numbers of tokens or none, and the peers.
-PARTS: dict[str, Callable[[list[int] | None, Beside], list[dict]]] = {
-  "forward": lambda lengths, beside: time_forward(lengths or LENGTHS, beside),
-  "backward": lambda lengths, beside: time_backward(lengths or BACKWARD_LENGTHS, beside),
-  "max_logits": lambda lengths, _: time_max_logits(lengths or [4096, 8192, 16384]),
+# Part of the benchmark -> its rows, given the numbers of tokens or none, the peers, and head dims
+# or none.
+PARTS: dict[str, Callable[[list[int] | None, Beside, Dims], list[dict]]] = {
+  "forward": lambda lengths, *others: time_forward(lengths or LENGTHS, *others),
+  "backward": lambda lengths, *others: time_backward(lengths or BACKWARD_LENGTHS, *others),
+  "max_logits": lambda lengths, *_: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda *_: time_traced_masks(),
   "scale": lambda *_: time_scale(),
-  "bias": lambda lengths, _: time_bias(lengths or [8192]),
+  "bias": lambda lengths, *_: time_bias(lengths or [8192]),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
@@ -284,6 +301,7 @@ def main(
   parts: list[str],
   lengths: list[int] | None,
   peers: Sequence[Peer],
+  dims: Dims = None,
 ) -> None:
   device = jax.devices()[0]
   rate = matrix_product_rate()
@@ -293,7 +311,7 @@ def main(
     results: dict[str, Any] = {"device": device.device_kind, "peers": beside.describe()}
     for part in parts or PARTS:
       print(_TITLES[part])
-      results[part] = PARTS[part](lengths, beside)
+      results[part] = PARTS[part](lengths, beside, dims)
       if json_path:  # After each part, so that an end before its time loses nothing.
         json_path.write_text(json.dumps(results, indent=1) + "\n")
   rate_after = matrix_product_rate()

@@ -68,7 +68,10 @@ def _check(peer: Peer, number: int, cell: Cell) -> None:
   passes = importlib.import_module(f"benchmarks.{peer.framework}_passes")
   rng = np.random.default_rng(0)
   heads = (CHECK_Q_HEADS, CHECK_KV_HEADS, CHECK_KV_HEADS)
-  q, k, v = (rng.standard_normal((cell.length, h, cell.head_dim), np.float32) for h in heads)
+  q, k, v = (
+    rng.standard_normal((cell.length, h, dim), np.float32)
+    for h, dim in zip(heads, (cell.head_dim, *cell.dims), strict=True)
+  )
   scale = cell.head_dim**-0.5
   operands = passes.from_numpy((q if peer.scales else q * scale, k, v), peer.dtype or cell.dtype)
   out = passes.to_numpy(peer.ways(cell)[number], operands)

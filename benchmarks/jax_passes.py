@@ -20,9 +20,10 @@ def inputs(cell: Cell, peer: Peer | None = None) -> list[jax.Array]:
   keys = jax.random.split(jax.random.key(cell.length), 3)
   heads = (cell.num_q_heads, cell.num_kv_heads, cell.num_kv_heads)
   dtype = jnp.dtype(peer.dtype if peer and peer.dtype else cell.dtype)
+  dims = (cell.head_dim, *cell.dims)
   q, k, v = (
-    jax.random.normal(key, (cell.length, h, cell.head_dim), dtype)
-    for key, h in zip(keys, heads, strict=True)
+    jax.random.normal(key, (cell.length, h, dim), dtype)
+    for key, h, dim in zip(keys, heads, dims, strict=True)
   )
   scale = 1.0 if peer is None or peer.scales else cell.head_dim**-0.5
   return [q * scale if scale != 1.0 else q, k, v]
@@ -70,7 +71,7 @@ def _backward(attention: Attention, cell: Cell, q, k, v) -> float:
 
 def _both(attention: Attention, cell: Cell, q, k, v) -> float:
   del cell
-  return _time(forward_and_backward(attention), q, k, v, jnp.flip(q, axis=0))
+  return _time(forward_and_backward(attention), q, k, v, jnp.flip(q[..., : v.shape[-1]], axis=0))
 
 
 def forward_and_backward(attention: Attention):

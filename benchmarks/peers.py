@@ -27,12 +27,13 @@ class Cell:
   Attributes:
     name: of the mask, as peers know it.
     mask: of as many queries as keys.
-    head_dim: of queries, keys and values.
+    head_dim: of queries and keys, and of values unless `value_dim` is another.
     num_q_heads: as many as kv heads, or a multiple.
     num_kv_heads: likewise.
     dtype: of ours, and of peers that have none of their own.
     direction: "forward", "backward" (alone) or "both".
     is_single: one call in a program, however short; else those of few tokens are several.
+    value_dim: of values; None is `head_dim`.
   """
 
   name: str
@@ -43,6 +44,12 @@ class Cell:
   dtype: str = "bfloat16"
   direction: str = "forward"
   is_single: bool = False
+  value_dim: int | None = None
+
+  @property
+  def dims(self) -> tuple[int, int]:
+    """Of queries and keys, and of values."""
+    return self.head_dim, self.value_dim or self.head_dim
 
   @property
   def length(self) -> int:
@@ -62,7 +69,8 @@ class Cell:
     return cls(**(fields | {"mask": mask}))
 
 
-# A function of q, k, v [tokens, heads, head_dim] that returns [tokens, num_q_heads, head_dim].
+# A function of q, k [tokens, heads, head_dim] and v [tokens, heads, value_dim] that returns
+# [tokens, num_q_heads, value_dim].
 Attention = Callable[[Any, Any, Any], Any]
 
 
@@ -80,6 +88,7 @@ class Peer:
     masks: the cells' names that it has; None is any.
     backward_masks: those that it has a backward pass of.
     head_dims: those that it has; None is any.
+    has_value_dims: whether values may have other dims than keys.
     limit: why it cannot have a cell for another reason; None if it can.
     dtype: of its operands, if it is not the cell's.
     scales: whether it multiplies scores by head_dim ** -0.5. If not, it is given such queries.
@@ -95,6 +104,7 @@ class Peer:
   masks: tuple[str, ...] | None = None
   backward_masks: tuple[str, ...] | None = None
   head_dims: tuple[int, ...] | None = None
+  has_value_dims: bool = False
   limit: Callable[[Cell], str | None] = lambda _: None
   dtype: str | None = None
   scales: bool = True
@@ -114,6 +124,8 @@ class Peer:
       return f"has no backward pass of {cell.name}"
     if self.head_dims is not None and cell.head_dim not in self.head_dims:
       return f"has no head dim {cell.head_dim}"
+    if not self.has_value_dims and len(set(cell.dims)) > 1:
+      return "has one head dim for keys and values"
     return self.limit(cell)
 
   def abilities(self) -> dict:
@@ -253,6 +265,28 @@ def _first(found):
   return found[0] if isinstance(found, tuple) else found
 
 
+def _sdpa_ways(cell: Cell) -> list[Attention]:
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+
+  options = {
+    "is_causal": cell.name == "causal",
+    "enable_gqa": cell.num_q_heads > cell.num_kv_heads,
+  }
+
+  def attend(q, k, v):
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+      out = torch.nn.functional.scaled_dot_product_attention(*heads_first, **options)
+    return out[0].transpose(0, 1)
+
+  return [attend]
+
+
+def _sdpa_limit(cell: Cell) -> str | None:
+  return "is timed by JAX" if len(set(cell.dims)) == 1 else None
+
+
 def as_ranges(mask: AttentionMask) -> tuple[list, list, list]:
   """The same mask as ranges of queries, ranges of keys and types."""
   unbounded = int(AttentionMask.full(1).slices[0, 5])
@@ -343,6 +377,18 @@ PEERS = (
     needs=("torch", "flash_attn_interface"),
     absence=functools.partial(_torch_absence, "flash_attn_interface"),
     masks=("full", "causal", "window", "varlen_full", "varlen_causal"),
+    has_value_dims=True,
+    framework="torch",
+  ),
+  Peer(  # JAX has no call of it where values have other dims.
+    "cudnn_torch",
+    "cuDNN (PyTorch)",
+    _sdpa_ways,
+    needs=("torch",),
+    absence=functools.partial(_torch_absence, "torch.nn.attention"),
+    masks=("full", "causal"),
+    has_value_dims=True,
+    limit=_sdpa_limit,
     framework="torch",
   ),
   Peer(

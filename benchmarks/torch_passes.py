@@ -16,7 +16,8 @@ def inputs(cell: Cell, peer: Peer) -> list[torch.Tensor]:
   heads = (cell.num_q_heads, cell.num_kv_heads, cell.num_kv_heads)
   options = {"device": "cuda", "dtype": getattr(torch, peer.dtype or cell.dtype)}
   q, k, v = (
-    torch.randn((cell.length, h, cell.head_dim), generator=generator, **options) for h in heads
+    torch.randn((cell.length, h, dim), generator=generator, **options)
+    for h, dim in zip(heads, (cell.head_dim, *cell.dims), strict=True)
   )
   return [q if peer.scales else q * cell.head_dim**-0.5, k, v]
 
@@ -44,7 +45,8 @@ def _seconds(attention: Attention, cell: Cell, q, k, v) -> float:
       return _time(lambda: attention(q, k, v))
   operands = [x.requires_grad_() for x in (q, k, v)]
   if cell.direction == "both":
-    return _time(lambda: _backward(attention(*operands), operands, q.detach(), keep=False))
+    dout = q.detach()[..., : v.shape[-1]]
+    return _time(lambda: _backward(attention(*operands), operands, dout, keep=False))
   out = attention(*operands)
   dout = torch.randn_like(out)
   return _time(lambda: _backward(out, operands, dout, keep=True))

@@ -39,12 +39,13 @@ const ForwardEntry kForward[] = {JAX_MAGI_FORWARD_VARIANTS};
 struct BackwardEntry {
   int64_t head_dim, value_dim;
   DType dtype;
-  decltype(&BackwardVariant<64, cutlass::half_t>::Launch) launch;
-  decltype(&BackwardVariant<64, cutlass::half_t>::TilingOf) tiling;
+  decltype(&BackwardVariant<64, 64, cutlass::half_t>::Launch) launch;
+  decltype(&BackwardVariant<64, 64, cutlass::half_t>::TilingOf) tiling;
 };
-#define JAX_MAGI_VARIANT(dim, Element)                                              \
-  BackwardEntry{dim, dim, kDTypeOf<Element>, BackwardVariant<dim, Element>::Launch, \
-                BackwardVariant<dim, Element>::TilingOf},
+#define JAX_MAGI_VARIANT(head_dim, value_dim, Element)                 \
+  BackwardEntry{head_dim, value_dim, kDTypeOf<Element>,                \
+                BackwardVariant<head_dim, value_dim, Element>::Launch, \
+                BackwardVariant<head_dim, value_dim, Element>::TilingOf},
 const BackwardEntry kBackward[] = {JAX_MAGI_BACKWARD_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
@@ -141,13 +142,14 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
 }
 
 Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream) {
-  const int64_t words_per_panel = DqSumWords(args.shape, /*num_panels=*/1);
-  if (words_per_panel == 0) return {};
-  const int64_t num_panels = args.dq_sum_words / words_per_panel;
-  if (num_panels * words_per_panel != args.dq_sum_words || num_panels * 64 < args.shape.head_dim) {
+  const int64_t words_per_dim = DqSumWords(args.shape, /*num_dims=*/1);
+  if (words_per_dim == 0) return {};
+  const int64_t num_dims = args.dq_sum_words / words_per_dim;
+  if (num_dims * words_per_dim != args.dq_sum_words || num_dims < args.shape.head_dim ||
+      num_dims % 64 != 0) {
     return {"the sum of dq has another size than the backward kernel's", __FILE__, __LINE__};
   }
-  const DqSum sum{args.dq_sum, static_cast<int>(num_panels)};
+  const DqSum sum{args.dq_sum, static_cast<int>(num_dims)};
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
       FinishBackward(args, sum, /*parts=*/{nullptr, /*num_parts=*/1}, stream));
   return {};
@@ -158,9 +160,9 @@ namespace {
 // As SplitWorkspace splits them, with one part of dk and dv.
 int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t head_dim) {
   const AttentionShape& shape = call.shape;
-  const int num_panels = static_cast<int>(head_dim / 64);
-  const DqOrder order = DqOrderOf(shape, tiling, num_panels, call.deterministic);
-  const int64_t sum_bytes = call.sums_dq ? 0 : DqSumBytes(shape, num_panels);
+  const int num_dims = static_cast<int>(head_dim);
+  const DqOrder order = DqOrderOf(shape, tiling, num_dims, call.deterministic);
+  const int64_t sum_bytes = call.sums_dq ? 0 : DqSumBytes(shape, num_dims);
   return sum_bytes + DqDoneBytes(order) + DqTurnsBytes(shape, order, tiling) +
          StatisticsBytes(shape) + static_cast<int64_t>(sizeof(WorkCounter));
 }
@@ -200,7 +202,7 @@ CallLayout LayoutOf(const AttentionCall& call) {
   if (entry == nullptr) return {};
   const Tiling tiling = entry->tiling(call.has_softcap, /*in_clusters=*/false);
   CallLayout layout{tiling, BackwardBytes(call, tiling, entry->head_dim)};
-  layout.dq_sum_words = DqSumWords(shape, static_cast<int>(entry->head_dim / 64));
+  layout.dq_sum_words = DqSumWords(shape, static_cast<int>(entry->head_dim));
   if (!call.deterministic) {
     const Tiling cluster_tiling = entry->tiling(call.has_softcap, /*in_clusters=*/true);
     if (cluster_tiling.num_rows > tiling.num_rows) layout.cluster_tiling = cluster_tiling;

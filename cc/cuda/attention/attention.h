@@ -71,7 +71,7 @@ struct ForwardTermsVariant {
   static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
   static Tiling TilingOf(const AttentionShape& shape);
 };
-template <int kHeadDim, typename Element>
+template <int kHeadDim, int kValueDim, typename Element>
 struct BackwardVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);

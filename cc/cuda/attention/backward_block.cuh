@@ -17,7 +17,9 @@ template <typename Config>
 struct BackwardBlock {
   using Element = typename Config::Element;
   static constexpr int kColumns = Config::kBlockColumns, kClusterSize = Config::kClusterSize;
-  static constexpr uint32_t kRowPanel = Config::kBlockRows * 128;  // Bytes.
+  // Bytes.
+  static constexpr uint32_t kRowXPanel = Config::kBlockRows * Config::kRowPanelDims * 2;
+  static constexpr uint32_t kRowYPanel = Config::kBlockRows * 128;
   static constexpr uint32_t kColumnPanel = kColumns * 128;
   // Columns of dx and dy that this warpgroup holds.
   static constexpr int kXDims = Config::kHeadDim / Config::kDimParts;
@@ -34,7 +36,7 @@ struct BackwardBlock {
   float dp[kColumns / 2];      // delta - dP.
   uint32_t p[kColumns / 4], ds[kColumns / 4];
   float dx[kXDims / 2], dy[kYDims / 2];
-  float dq[Config::kDqQueries / 2];
+  float dq[Config::kDqRegisters];
   uint32_t row_y[Config::kRowYInRegisters ? Config::kValueDim / 4 : 1];
   // Read ahead of their use, as shared memory is busy with products.
   float2 start[Config::kReadAhead ? kColumns / 8 : 1];
@@ -48,7 +50,7 @@ struct BackwardBlock {
   __device__ __forceinline__ int DimPart() const { return Config::kDimParts == 1 ? 0 : warpgroup; }
   // This thread's row `r`, 0 or 1, in the tile.
   __device__ __forceinline__ int Row(int r) const {
-    if constexpr (Config::kHasTerms) return RowAnew() + 8 * r;
+    if constexpr (Config::kHasTerms || Config::kTakesTurns) return RowAnew() + 8 * r;
     return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
   // `thread`, and the row 0 above, computed anew each time. Kept in registers, the index would be
@@ -86,12 +88,18 @@ struct BackwardBlock {
     return *reinterpret_cast<const float2*>(source + 2 * (thread % 4));
   }
 
-  // dP is subtracted from delta by its product.
   __device__ __forceinline__ void ReadStatistics(int stage) {
+    ReadStarts(stage);
+    ReadDeltas(stage);
+  }
+  __device__ __forceinline__ void ReadStarts(int stage) {
     if constexpr (Config::kReadAhead) {
 #pragma unroll
       for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.statistics[stage][i].start);
     }
+  }
+  // dP is subtracted from delta by its product.
+  __device__ __forceinline__ void ReadDeltas(int stage) {
     ForEachPair([&](int e, int i, int) {
       const float2 delta = ReadPair(shared.statistics[stage][i].delta);
       dp[2 * e] = delta.x;
@@ -116,8 +124,9 @@ struct BackwardBlock {
     const int stage = __shfl_sync(~0u, x_stage, 0);  // The compiler shall know that it is uniform.
     FenceRegisters(scores);
     FenceWgmma();
-    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, Product::kIsResult>(
-        RowDescriptor<kClusterSize>(RowX() + RowPart() * 64 * 64), kRowPanel,
+    constexpr int kPanelDims = Config::kRowPanelDims;
+    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, Product::kIsResult, kPanelDims>(
+        RowDescriptor<kClusterSize, kPanelDims>(RowX() + RowPart() * 64 * kPanelDims), kRowXPanel,
         RowDescriptor<kClusterSize>(shared.column_x[stage]), kColumnPanel, scores);
     CommitWgmma();
   }
@@ -131,7 +140,7 @@ struct BackwardBlock {
           row_y, columns, kColumnPanel, dp);
     } else {
       MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
-          RowDescriptor<kClusterSize>(shared.row_y + RowPart() * 64 * 64), kRowPanel, columns,
+          RowDescriptor<kClusterSize>(shared.row_y + RowPart() * 64 * 64), kRowYPanel, columns,
           kColumnPanel, dp);
     }
     CommitWgmma();
@@ -165,8 +174,22 @@ struct BackwardBlock {
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
         ColumnDescriptor<kClusterSize>(
-            RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows, kRowPanel),
+            RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows, kRowXPanel),
         RowDescriptor<kClusterSize>(source + DqFirstQuery<Config>(warpgroup) * 64), kColumnPanel,
+        dq);
+    CommitWgmma();
+  }
+
+  // dQ[queries, half of the dims] = dS K.
+  __device__ __forceinline__ void IssueDqByQuery(const Element* source) {
+    constexpr int kPanelDims = Config::kRowPanelDims;
+    constexpr int kDims = Config::kHeadDim / Config::kNumConsumers;
+    FenceRegisters(dq);
+    FenceWgmma();
+    MultiplyRowsValues<Element, kDims, Config::kBlockRows, kPanelDims>(
+        RowDescriptor<kClusterSize>(source), kColumnPanel,
+        ColumnDescriptor<kClusterSize, kPanelDims>(RowX() + warpgroup * kDims * Config::kBlockRows,
+                                                   kRowXPanel),
         dq);
     CommitWgmma();
   }
@@ -221,6 +244,44 @@ struct BackwardBlock {
       SetGradients(e, probability[0] * -dp[2 * e] * slope[0],
                    probability[1] * -dp[2 * e + 1] * slope[1]);
     });
+  }
+
+  // The same in two steps. In between, what dP is to be multiplied by lies where dS will be: each
+  // warp reads there what it wrote.
+  __device__ __forceinline__ void CappedProbabilities(int stage, Element* destination) {
+    Element* address = DsMatrices(destination);
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      uint32_t factor[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 start = Start(stage, 2 * i + e / 2);
+        const float* pair = scores + 2 * (4 * i + e);
+        const float tanh[2] = {Cap(pair[0], scale), Cap(pair[1], scale)};
+        const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
+                                      Exp2(tanh[1] * scale.log2 + start.y)};
+        p[4 * i + e] = PackPair<Element>(probability[0], probability[1]);
+        factor[e] = PackPair<Element>(probability[0] * CapSlope(tanh[0]),
+                                      probability[1] * CapSlope(tanh[1]));
+      }
+      StoreMatricesTransposed(address + i * 16 * 64, factor);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void CappedScoreGradients(Element* source) {
+    const Element* address = DsMatrices(source);
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      uint32_t factor[4];
+      LoadMatricesTransposed(address + i * 16 * 64, factor);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = UnpackPair<Element>(factor[e]);
+        const float* dp_pair = dp + 2 * (4 * i + e);
+        SetGradients(4 * i + e, pair.x * -dp_pair[0], pair.y * -dp_pair[1]);
+      }
+    }
+    __syncwarp();  // All lanes have read what they overwrite next.
   }
 
   // With terms, whose gradients they are, they are also kept unrounded, in place of dP.

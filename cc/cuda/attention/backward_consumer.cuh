@@ -57,6 +57,8 @@ struct BackwardConsumer {
         }
         if constexpr (Config::kInTwoBursts) {
           ComputeInTwoBursts();
+        } else if constexpr (Config::kTakesTurns) {
+          ComputeInTurns();
         } else {
           Compute();
         }
@@ -80,7 +82,7 @@ struct BackwardConsumer {
       NamedSync(kDsWritten, Config::kDsThreads);
     }
     Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
-    if (thread == 0) shared.dq_target[warpgroup][DqPhase(num_done % 2, 0)].head = -1;
+    if (thread == 0) shared.dq_target[warpgroup][DqSlot<Config>(num_done % 2, 0)].head = -1;
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 
@@ -231,6 +233,75 @@ struct BackwardConsumer {
     }
   }
 
+  // Gradients of keys and values leave registers for one more product at a time: for scores, for dP
+  // beside packed probabilities, or for dQ of the block before, whose dS both warpgroups have
+  // written long since. Only dV and dK need none, and run under what follows the product before.
+  // The tensor cores are then left to the other warpgroup, which is half a block behind.
+  __device__ __forceinline__ void ComputeInTurns() {
+    constexpr uint32_t kFirst = 1u << 31;  // Of the tile's blocks: there is no register for it.
+    num_done |= kFirst;
+    for (bool is_last = false; !is_last;) {
+      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      num_done = __shfl_sync(~0u, num_done, 0);
+      // All rings have two stages, and one position: a register less.
+      static_assert(Config::kXStages == 2 && Config::kYStages == 2 && Config::kDsStages == 2);
+      const int parity = num_done % 2, x_stage = parity, y_stage = parity;
+      x_ring = {parity, num_done / 2 % 2};
+      WaitForX();
+      block.IssueScores(x_stage);
+      block.ReadStarts(x_stage);
+      const int flags = BlockFlags();
+      is_last = flags & kLast;
+      WaitWgmma<0>();
+      FenceRegisters(block.scores);
+      if (flags & kMasked) block.Hide(shared.block[x_stage]);
+      if constexpr (Config::kHasSoftcap) {
+        WaitForDs(num_done - 1);
+        block.CappedProbabilities(x_stage, Ds(parity));
+      } else {
+        block.Probabilities(x_stage);
+        HoldProbabilities();
+      }
+      block.ReadDeltas(x_stage);
+      WaitForY();
+      block.IssueDp(y_stage);
+      block.IssueDy(y_stage);
+      WaitWgmma<1>();
+      FenceRegisters(block.dp);
+      if constexpr (Config::kHasSoftcap) {
+        block.CappedScoreGradients(Ds(parity));
+      } else {
+        block.ScoreGradients();
+      }
+      block.IssueDx(x_stage);
+      if constexpr (!Config::kHasSoftcap) WaitForDs(num_done - 1);
+      block.WriteDs(Ds(parity));
+      FenceAsyncProxy();
+      WaitWgmma<1>();
+      FenceRegisters(block.dy);
+      ArriveByWarp(&shared.y_empty[y_stage], thread);
+      WaitWgmma<0>();
+      FenceRegisters(block.dx);
+      // For the first block this is a product of old words, and not used: under a condition, ptxas
+      // would run all products one by one.
+      block.IssueDqByQuery(Ds(parity ^ 1));
+      WaitWgmma<0>();
+      FenceRegisters(block.dq);
+      // The other warpgroup may now read this dS, and write over the one before.
+      ArriveByWarp(&shared.ds_full[parity], thread);
+      if (!(num_done & kFirst)) AddDqByQuery();
+      SetDqTarget(x_stage, parity, 0);
+      if constexpr (Config::kHasSoftcap) is_last = BlockFlags() & kLast;  // A register less.
+      GiveBackX(x_stage);
+      num_done = (num_done & ~kFirst) + 1;
+    }
+    WaitForDs(num_done - 1);
+    block.IssueDqByQuery(Ds((num_done - 1) % 2));
+    WaitWgmma<0>();
+    FenceRegisters(block.dq);
+    AddDqByQuery();
+  }
+
   // dS has two stages in turn, or as many as queries, at the same position.
   static constexpr bool kDsIsByX = Config::kDsStages != 2;
 
@@ -316,7 +387,7 @@ struct BackwardConsumer {
   // Where dQ of the block in stage `stage` belongs.
   __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage, int step) {
     if (thread == 0) {
-      shared.dq_target[warpgroup][DqPhase(ds_stage, step)] = shared.target[stage];
+      shared.dq_target[warpgroup][DqSlot<Config>(ds_stage, step)] = shared.target[stage];
     }
   }
 
@@ -336,6 +407,30 @@ struct BackwardConsumer {
     }
     FenceAsyncProxy();
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
+  }
+
+  // The same where its product has queries as rows: both steps.
+  __device__ __forceinline__ void AddDqByQuery() {
+    constexpr int kDims = Config::kDqPanelDims;
+    const int lane = thread % 32;
+    // Of the first of two units of eight queries.
+    float* place = shared.dq + (warpgroup * Config::kDqQueries + thread / 32 * 16) * kDims +
+                   DqSumPlaceByQuery(lane / 4, 2 * (lane % 4));
+#pragma unroll
+    for (int step = 0; step < Config::kDqSteps; ++step) {
+      Wait(&shared.dq_empty[warpgroup], DqPhase(0, step) ^ 1);
+#pragma unroll
+      for (int i = 0; i < kDims / 8; ++i) {
+        const float* dims = block.dq + 4 * (step * (kDims / 8) + i);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          *reinterpret_cast<float2*>(place + r * 8 * kDims + DqSumPlaceByQuery(0, 8 * i)) =
+              make_float2(dims[2 * r], dims[2 * r + 1]);
+        }
+      }
+      FenceAsyncProxy();
+      ArriveByWarp(&shared.dq_full[warpgroup], thread);
+    }
   }
 };
 

@@ -32,41 +32,69 @@ __device__ __forceinline__ void StoreEight<float>(float* to, const float (&x)[8]
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// A block of threads has 64 rows of a panel, a thread 8 dims of two.
-template <typename Element>
+// Eight dims of two queries of eight, as DqSumPlace says.
+__device__ __forceinline__ void ReadByPair(const float* eight, int query, int dim, float scale,
+                                           float (&x)[2][8]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Four dims of two queries.
+    const auto* chunk = reinterpret_cast<const float4*>(eight + DqSumPlace(query, dim + 4 * half));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 word = chunk[i];
+      x[0][4 * half + 2 * i] = word.x * scale;
+      x[1][4 * half + 2 * i] = word.y * scale;
+      x[0][4 * half + 2 * i + 1] = word.z * scale;
+      x[1][4 * half + 2 * i + 1] = word.w * scale;
+    }
+  }
+}
+
+// The same as DqSumPlaceByQuery says.
+__device__ __forceinline__ void ReadByQuery(const float* eight, int query, int dim, float scale,
+                                            float (&x)[2][8]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const auto* row = reinterpret_cast<const float4*>(eight + DqSumPlaceByQuery(query + r, dim));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 word = row[i];
+      x[r][4 * i] = word.x * scale;
+      x[r][4 * i + 1] = word.y * scale;
+      x[r][4 * i + 2] = word.z * scale;
+      x[r][4 * i + 3] = word.w * scale;
+    }
+  }
+}
+
+// A block of threads has 64 rows of 64 dims, a thread 8 dims of two.
+template <typename Element, int kPanelDims>
 __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
-  // Panels of all heads side by side, as the rows of dq have them.
-  const uint32_t per_batch = args.num_q_heads * args.sum.num_panels;
-  const int panels = blockIdx.x % per_batch;
+  // Dims of all heads side by side, as the rows of dq have them.
+  const uint32_t num_pieces = args.sum.num_dims / 64, per_batch = args.num_q_heads * num_pieces;
+  const int pieces = blockIdx.x % per_batch;
   const uint32_t row_block = blockIdx.x / per_batch;
   const int batch = row_block / args.num_row_blocks;
   const int query = row_block % args.num_row_blocks * kRowsPerBlock + threadIdx.x / 8 * 2;
   if (query >= args.q_len) return;
-  const int head = panels / args.sum.num_panels, panel = panels % args.sum.num_panels;
-  const int dim = threadIdx.x % 8 * 8;  // Of the panel's.
-  const float* eight = args.sum.data + (int64_t{batch} * per_batch + panels) * args.num_rows * 64 +
-                       int64_t{query / 8} * (8 * 64);
+  const int head = pieces / num_pieces;
+  const int dim = pieces % num_pieces * 64 + threadIdx.x % 8 * 8;
+  const int panel = dim / kPanelDims, in_panel = dim % kPanelDims;
+  const float* of_head = args.sum.data + (int64_t{batch} * args.num_q_heads + head) *
+                                             args.num_rows * args.sum.num_dims;
+  const float* eight = of_head + (int64_t{panel} * args.num_rows + query / 8 * 8) * kPanelDims;
   float x[2][8];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    // Four dims of two queries.
-    const auto* chunk =
-        reinterpret_cast<const float4*>(eight + DqSumPlace(query % 8, dim + 4 * half));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float4 word = chunk[i];
-      x[0][4 * half + 2 * i] = word.x * args.scale;
-      x[1][4 * half + 2 * i] = word.y * args.scale;
-      x[0][4 * half + 2 * i + 1] = word.z * args.scale;
-      x[1][4 * half + 2 * i + 1] = word.w * args.scale;
-    }
+  if constexpr (kPanelDims == 48) {
+    ReadByQuery(eight, query % 8, in_panel, args.scale, x);
+  } else {
+    ReadByPair(eight, query % 8, in_panel, args.scale, x);
   }
-  if (panel * 64 + dim >= args.head_dim) return;
+  if (dim >= args.head_dim) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (query + r >= args.q_len) break;
     const int64_t row = (int64_t{batch} * args.q_len + query + r) * args.num_q_heads + head;
-    StoreEight(static_cast<Element*>(args.dq) + row * args.head_dim + panel * 64 + dim, x[r]);
+    StoreEight(static_cast<Element*>(args.dq) + row * args.head_dim + dim, x[r]);
   }
 }
 
@@ -106,7 +134,11 @@ __global__ void __launch_bounds__(kThreads) FinishBackwardKernel(FinishArgs args
   WaitForPreviousKernel();
   LetNextKernelStart();
   if (blockIdx.x < args.num_dq_blocks) {
-    FinishDq<Element>(args);
+    if (DqPanelDims(args.sum.num_dims) == 48) {
+      FinishDq<Element, 48>(args);
+    } else {
+      FinishDq<Element, 64>(args);
+    }
   } else {
     FinishDkv<Element>(args);
   }
@@ -119,7 +151,8 @@ cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const Dkv
   const AttentionShape& shape = args.shape;
   const int64_t num_row_blocks = (shape.q_len + kRowsPerBlock - 1) / kRowsPerBlock;
   const int64_t num_dq_blocks =
-      args.dq == nullptr ? 0 : shape.batch * shape.num_q_heads * sum.num_panels * num_row_blocks;
+      args.dq == nullptr ? 0
+                         : shape.batch * shape.num_q_heads * (sum.num_dims / 64) * num_row_blocks;
   const int64_t num_keys = parts.num_parts > 1 ? shape.batch * shape.k_len * shape.num_kv_heads : 0;
   const int64_t dk_size = num_keys * shape.head_dim, dv_size = num_keys * shape.value_dim;
   const int64_t num_dkv_blocks = (dk_size + dv_size + 8 * kThreads - 1) / (8 * kThreads);

@@ -68,7 +68,8 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
       kPanelRows<Config::kClusterSize, Config::kHeadDim, Config::kBlockColumns>;
   JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
       shape.batch,
-      {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map},
+      {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map,
+        2 * Config::kRowPanelDims},
        {args.dtype, args.v, k_len, num_kv_heads, shape.value_dim, kRows, 1, &params.row_y_map},
        {args.dtype, q, q_len, num_q_heads, shape.head_dim, kColumns, 1, &params.column_x_map},
        {args.dtype, dout, q_len, num_q_heads, shape.value_dim, kColumns, 1,
@@ -132,19 +133,19 @@ struct BackwardBuffers {
   QueryStatistic* statistics;
   LaunchOptions rest;
 };
-inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling,
-                                      int num_panels, int num_parts, bool deterministic,
+inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling, int num_dims,
+                                      int num_parts, bool deterministic,
                                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   char* next = static_cast<char*>(options.workspace);
   const auto take = [&](int64_t num_bytes) { return std::exchange(next, next + num_bytes); };
   BackwardBuffers buffers{call};
-  const int64_t sum_bytes = call.dq_sum == nullptr ? DqSumBytes(shape, num_panels) : 0;
+  const int64_t sum_bytes = call.dq_sum == nullptr ? DqSumBytes(shape, num_dims) : 0;
   buffers.zeros.data = next;
-  buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_panels};
+  buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_dims};
   if (call.dq_sum != nullptr) buffers.sum.data = call.dq_sum;
   DqOrder& order = buffers.order;
-  order = DqOrderOf(shape, tiling, num_panels, deterministic);
+  order = DqOrderOf(shape, tiling, num_dims, deterministic);
   const int64_t done_bytes = DqDoneBytes(order);
   if (deterministic) {
     order.done = reinterpret_cast<int32_t*>(take(done_bytes));
@@ -171,12 +172,13 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
                       const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  constexpr int kNumPanels = Config::kHeadDim / 64;
-  if (call.dq_sum != nullptr && call.dq_sum_words != DqSumWords(shape, kNumPanels)) {
+  constexpr int kNumDims = Config::kHeadDim;
+  static_assert(DqPanelDims(kNumDims) == Config::kDqPanelDims, "as the sum has them");
+  if (call.dq_sum != nullptr && call.dq_sum_words != DqSumWords(shape, kNumDims)) {
     return {"the sum of dq has another size than this kernel's", __FILE__, __LINE__};
   }
   const auto [args, sum, order, zeros, parts, statistics, rest] =
-      SplitWorkspace(call, kBackwardTiling<Config>, kNumPanels, num_parts, deterministic, options);
+      SplitWorkspace(call, kBackwardTiling<Config>, kNumDims, num_parts, deterministic, options);
   AddedTiles added{};
   if constexpr (Config::kCutsHeads) {
     added = {options.tile_list, NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
@@ -194,35 +196,37 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
 
 // Calls use() with the configuration for the call; one without clusters, where there is none with
 // them.
-template <int kHeadDim, typename Element, typename Use>
+template <int kHeadDim, int kValueDim, typename Element, typename Use>
 auto WithBackwardConfig(bool has_softcap, bool in_clusters, bool cuts_heads, Use use) {
   const auto with_cuts = [&](auto softcap) {
     constexpr bool kHasSoftcap = decltype(softcap)::value;
-    using Tile = BackwardTile<kHeadDim, kHasSoftcap>;
-    if (cuts_heads) return use(BackwardConfig<kHeadDim, Element, kHasSoftcap, Tile, 1, true>());
-    return use(BackwardConfig<kHeadDim, Element, kHasSoftcap>());
+    using Tile = BackwardTile<kHeadDim, kValueDim, kHasSoftcap>;
+    if (cuts_heads) {
+      return use(BackwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, Tile, 1, true>());
+    }
+    return use(BackwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap>());
   };
   if (has_softcap) return with_cuts(std::true_type());
   if constexpr (kHeadDim <= 128) {
-    using Tile = BackwardTile<kHeadDim, false>;
-    if (in_clusters) return use(BackwardConfig<kHeadDim, Element, false, Tile, 2>());
+    using Tile = BackwardTile<kHeadDim, kValueDim, false>;
+    if (in_clusters) return use(BackwardConfig<kHeadDim, kValueDim, Element, false, Tile, 2>());
   }
   return with_cuts(std::false_type());
 }
 
-template <int kHeadDim, typename Element>
-Status BackwardVariant<kHeadDim, Element>::Launch(const BackwardArgs& args, int num_parts,
-                                                  bool deterministic,
-                                                  const LaunchOptions& options) {
-  return WithBackwardConfig<kHeadDim, Element>(
+template <int kHeadDim, int kValueDim, typename Element>
+Status BackwardVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& args,
+                                                             int num_parts, bool deterministic,
+                                                             const LaunchOptions& options) {
+  return WithBackwardConfig<kHeadDim, kValueDim, Element>(
       args.params.softcap != 0.0f, options.in_clusters, options.cuts_heads, [&](auto config) {
         return LaunchBackward<decltype(config)>(args, num_parts, deterministic, options);
       });
 }
 
-template <int kHeadDim, typename Element>
-Tiling BackwardVariant<kHeadDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
-  return WithBackwardConfig<kHeadDim, Element>(
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
+  return WithBackwardConfig<kHeadDim, kValueDim, Element>(
       has_softcap, in_clusters, /*cuts_heads=*/false,
       [](auto config) { return kBackwardTiling<decltype(config)>; });
 }

@@ -113,7 +113,7 @@ struct BackwardProducer {
         uint64_t* full = &shared.row_full[stage];
         ArriveExpectBytes(full, sizeof(shared.row_x[stage]) + sizeof(shared.row_y));
 #pragma unroll
-        for (int d = 0; d < Config::kHeadDim; d += 64) {
+        for (int d = 0; d < Config::kHeadDim; d += Config::kRowPanelDims) {
           LoadBox(&params.row_x_map, full, shared.row_x[stage] + d * Config::kBlockRows, d, kv_head,
                   own.begin, tile.batch);
         }

@@ -17,7 +17,7 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   const Tiling tiling = TilingOf(
       AreSlopesAlone(call.params.softcap != 0.0f, call.bias != nullptr, call.dslopes != nullptr));
   const auto [args, sum, order, zeros, parts, statistics, rest] =
-      SplitWorkspace(call, tiling, kHeadDim / 64, num_parts, deterministic, options);
+      SplitWorkspace(call, tiling, kHeadDim, num_parts, deterministic, options);
   auto* counter = static_cast<WorkCounter*>(rest.workspace);
 
   TermGradients gradients;

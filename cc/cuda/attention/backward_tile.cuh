@@ -17,7 +17,7 @@ struct BackwardParams {
   // The operands of scores (q, k) and of dP (dout, v), by their role: rows of the tile stay,
   // columns stream past.
   CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
-  float* dq_sum;  // As DqSumPlace says.
+  float* dq_sum;  // As DqSum says.
   int dq_sum_rows;
   DqOrder dq_order;  // In which it is added to.
   WorkParams work;
@@ -63,8 +63,8 @@ struct alignas(16) DqTarget {
   int32_t tile;  // Of keys: its index in the list.
 };
 
-// Which panel of 64 dims, and which of a block's queries, a warpgroup has in a step of the product
-// for dQ. Where there are two steps, its barriers have the phase of the step.
+// Which panel of dims, and which of a block's queries, a warpgroup has in a step of adding dQ to
+// memory. Where there are two steps, its barriers have the phase of the step.
 template <typename Config>
 __device__ __forceinline__ int DqPanel(int warpgroup, int step) {
   return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
@@ -73,6 +73,13 @@ __device__ __forceinline__ int DqPanel(int warpgroup, int step) {
 template <typename Config>
 __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
+}
+
+// Where the target of a step is said: for each block, or for each step where it is said just
+// before.
+template <typename Config>
+__device__ __forceinline__ int DqSlot(int block_parity, int step) {
+  return Config::kDqSteps == 1 || Config::kDqIsLate ? block_parity : step;
 }
 
 // What a block of threads has for its cluster, if it is in one.
@@ -94,14 +101,14 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
   // [key panel][query][64 keys], for each stage: one is written while others are still read.
   alignas(1024) Element ds[Config::kDsStages * Config::kBlockRows * Config::kBlockColumns];
-  // For each warpgroup [queries / 2][64 dims][2 queries], as DqSumPlace says.
-  alignas(1024) float dq[2 * 64 * Config::kDqQueries];
+  // For each warpgroup a panel of dQ, as DqSumPlace or DqSumPlaceByQuery says.
+  alignas(1024) float dq[2 * Config::kDqPanelDims * Config::kDqQueries];
   QueryStatistic statistics[kXStages][Config::kBlockColumns / 8];
   BlockInfo block[kXStages];
   DqTarget target[kXStages];
   RowTileInfo tile[Config::kRowStages];
   std::conditional_t<Config::kCutsHeads, HeadCutItem, WorkItem> item;  // The producer's own.
-  DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by phase.
+  DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by DqSlot.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t row_full[Config::kRowStages], row_empty[Config::kRowStages];

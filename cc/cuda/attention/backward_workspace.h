@@ -9,11 +9,14 @@
 
 namespace jax_magi::cuda {
 
-// [batch, num_q_heads, num_panels, rows, 64], without softmax_scale: DqSumRows(q_len) rows, two by
-// two as DqSumPlace says.
+// The dims of a panel, of all that a kernel has: so many are added at once.
+JAX_MAGI_INLINE constexpr int DqPanelDims(int num_dims) { return num_dims == 192 ? 48 : 64; }
+
+// [batch, num_q_heads, num_panels, rows, DqPanelDims], without softmax_scale: DqSumRows(q_len)
+// rows, eight by eight as DqSumPlace says, or DqSumPlaceByQuery in panels of 48 dims.
 struct DqSum {
   float* data;
-  int num_panels;  // Of 64 dims.
+  int num_dims;  // That the kernel has: some may be past head_dim.
 };
 
 // Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries /
@@ -48,11 +51,11 @@ inline int PaddedQueries(int64_t q_len) {
 }
 
 // Of a batch row and head.
-inline int64_t DqSumWords(const AttentionShape& shape, int num_panels) {
-  return int64_t{num_panels} * DqSumRows(shape.q_len) * 64;
+inline int64_t DqSumWords(const AttentionShape& shape, int num_dims) {
+  return int64_t{num_dims} * DqSumRows(shape.q_len);
 }
-inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
-  return shape.batch * shape.num_q_heads * DqSumWords(shape, num_panels) * sizeof(float);
+inline int64_t DqSumBytes(const AttentionShape& shape, int num_dims) {
+  return shape.batch * shape.num_q_heads * DqSumWords(shape, num_dims) * sizeof(float);
 }
 
 // Where an element of eight queries is, in a panel. A thread has it for two queries, which lie side
@@ -60,6 +63,11 @@ inline int64_t DqSumBytes(const AttentionShape& shape, int num_panels) {
 JAX_MAGI_INLINE int DqSumPlace(int query, int dim) {
   const int pair = query / 2;
   return pair * 128 + ((dim / 4) ^ (pair % 4)) * 8 + dim % 4 * 2 + query % 2;
+}
+
+// The same where a thread has two dims of a query: what a warp stores at once lies side by side.
+JAX_MAGI_INLINE int DqSumPlaceByQuery(int query, int dim) {
+  return dim / 8 * 64 + query * 8 + dim % 8;
 }
 
 }  // namespace jax_magi::cuda

@@ -84,12 +84,12 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall
 };
 
 // Two consumer warpgroups, each with the gradients of 64 rows in registers: (kHeadDim + kValueDim)
-// / 2 of them a thread; beyond 128 dims, they hold half the dims each of the same 64 rows. A
-// block's scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
-template <int kHeadDim, bool kHasSoftcap>
+// / 2 of them a thread; with 256 dims, they hold half the dims each of the same 64 rows. A block's
+// scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
+template <int kHeadDim, int kValueDim, bool kHasSoftcap>
 struct BackwardTile;
 template <bool kHasSoftcap>
-struct BackwardTile<64, kHasSoftcap> {
+struct BackwardTile<64, 64, kHasSoftcap> {
   static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
   // Two of rows, for which queries give up their third: the next tile's are there when this one
   // ends. Under a window tiles are short, unless many heads share their keys.
@@ -97,18 +97,25 @@ struct BackwardTile<64, kHasSoftcap> {
   static constexpr int kYStages = 2;
 };
 template <bool kHasSoftcap>
-struct BackwardTile<128, kHasSoftcap> {
+struct BackwardTile<128, 128, kHasSoftcap> {
   static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 48 : 80;
   static constexpr int kRowStages = 1, kXStages = kHasSoftcap ? 3 : 2, kYStages = 2;
 };
+// Gradients take 160 registers. Scores are packed before dP needs its own, and queries are the rows
+// of dQ's product: there must be 64.
 template <bool kHasSoftcap>
-struct BackwardTile<256, kHasSoftcap> {
+struct BackwardTile<192, 128, kHasSoftcap> {
+  static constexpr int kDimParts = 1, kBlockColumns = 64;
+  static constexpr int kRowStages = 1, kXStages = 2, kYStages = 2;
+};
+template <bool kHasSoftcap>
+struct BackwardTile<256, 256, kHasSoftcap> {
   static constexpr int kDimParts = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
   static constexpr int kRowStages = 1, kXStages = 2, kYStages = 2;
 };
 
-template <int kHeadDim_, typename Element_, bool kHasSoftcap_,
-          typename Tile_ = BackwardTile<kHeadDim_, kHasSoftcap_>, int kClusterSize_ = 1,
+template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
+          typename Tile_ = BackwardTile<kHeadDim_, kValueDim_, kHasSoftcap_>, int kClusterSize_ = 1,
           bool kCutsHeads_ = false>
 struct BackwardConfig : Tile_ {
   using Element = Element_;
@@ -119,7 +126,7 @@ struct BackwardConfig : Tile_ {
   // Blocks of threads that work on neighbouring rows, a tile together, and load a part of the
   // columns each, for all of them: a panel, or half of the only one.
   static constexpr int kClusterSize = kClusterSize_;
-  static constexpr int kHeadDim = kHeadDim_, kValueDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kHasTerms = false;  // Of scores, besides the product: see terms_config.h.
   static constexpr bool kIsBiasAlone = false, kAreSlopesAlone = false, kHasAnyTerms = false;
@@ -127,27 +134,37 @@ struct BackwardConfig : Tile_ {
   // Two bursts of products a block: scores and dP, then dV, dQ and dK. With a cap it was not tried,
   // and beyond 128 dims dQ takes two products.
   static constexpr bool kInTwoBursts = !kHasSoftcap && kHeadDim <= 128;
-  // In the second burst, dQ is that of the block before: warpgroups may be out of step.
-  static constexpr bool kDqIsLate = kInTwoBursts;
+  // Products one after the other, as far as registers go: warpgroups are out of step, and one
+  // multiplies while the other computes. Queries are the rows of dQ's product, which has half of
+  // the dims for each warpgroup.
+  static constexpr bool kTakesTurns = kHeadDim == 192;
+  // dQ is that of the block before: warpgroups may be out of step.
+  static constexpr bool kDqIsLate = kInTwoBursts || kTakesTurns;
   // Statistics are read before the wait for scores, where there are registers for them.
-  static constexpr bool kReadAhead = Tile::kBlockColumns <= 64;
+  static constexpr bool kReadAhead = Tile::kBlockColumns <= 64 && !(kTakesTurns && kHasSoftcap);
   // Whether dK must be done before the next scores are issued: blocks of 80 queries fitted the
   // registers only so. Of the kernels with 128 dims, those with a cap still have this loop.
   static constexpr bool kWaitsForDx = kHeadDim == 128;
   static constexpr bool kKeepsProbabilities = kInTwoBursts;  // Unrounded.
   static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers / Tile::kDimParts;
-  // The product for dQ: warpgroups share its panels of 64 dims or, where there is but one, the
-  // queries.
+  // The product for dQ: warpgroups share its panels of dims or, where there is but one, the
+  // queries. Each adds a panel to memory in a step.
   static constexpr bool kSplitQueries = kHeadDim == 64;
-  static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (64 * kNumConsumers);
+  static constexpr int kDqPanelDims = kTakesTurns ? 48 : 64;
+  static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (kDqPanelDims * kNumConsumers);
   static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
+  // Of one product, a thread's: that is a step's, or all.
+  static constexpr int kDqRegisters =
+      kDqPanelDims * kDqQueries / kWarpgroup * (kTakesTurns ? kDqSteps : 1);
+  // Of keys in shared memory. Half of 192 dims is no multiple of 64.
+  static constexpr int kRowPanelDims = kTakesTurns ? 32 : 64;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
   static constexpr int kDsThreads = kWarpgroup * kNumConsumers;  // That wait for dS.
   static constexpr int kDsStages = 2;
   static constexpr bool kStoresDs = false;  // A warp of its own stores dS.
   // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
   static constexpr bool kRowYInRegisters = !kHasSoftcap && kHeadDim == 64;
-  static constexpr bool kNeedsMost = kHeadDim == 128 || kRowYInRegisters;
+  static constexpr bool kNeedsMost = kHeadDim == 128 || kRowYInRegisters || kTakesTurns;
   // What setmaxnreg leaves and gives: three warpgroups begin with 168 each.
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
@@ -156,8 +173,11 @@ struct BackwardConfig : Tile_ {
   static_assert(Tile::kRowStages == 1 || kRowYInRegisters, "values have one stage");
   static_assert(Tile::kBlockColumns % 16 == 0 && Tile::kBlockColumns <= 256,
                 "wgmma's K and N, and TMA's box");
-  static_assert(kSplitQueries || kDqSteps * kNumConsumers * 64 == kHeadDim,
+  static_assert(kSplitQueries || kDqSteps * kNumConsumers * kDqPanelDims == kHeadDim,
                 "the steps of dQ's product cover all dims");
+  static_assert(!kTakesTurns || (Tile::kBlockColumns == 64 && Tile::kDimParts == 1 &&
+                                 kHeadDim / kNumConsumers % kRowPanelDims == 0),
+                "dQ's product has 64 queries, and whole panels of keys");
   static_assert(!kSplitQueries || kDqQueries % 8 == 0, "half a block of queries is wgmma's N");
   static_assert(kClusterSize == 1 || !kCutsHeads, "clusters are for masks that are known");
   static_assert(kClusterSize == 1 || (kInTwoBursts && kClusterSize == 2),

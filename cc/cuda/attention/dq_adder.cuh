@@ -16,23 +16,26 @@ struct DqAdder {
 
   __device__ __forceinline__ void Run() {
     if (!params.dq_order.is_fixed() && lane > 0) return;  // One thread is enough.
-    for (uint32_t phase = 0;; phase ^= 1) {
+    constexpr int kDims = Config::kDqPanelDims;
+    uint32_t block_parity = 0;  // Where a block has two steps.
+    for (uint32_t phase = 0;; block_parity ^= phase, phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
-      const DqTarget& said = shared.dq_target[warpgroup][phase];
+      const int slot = DqSlot<Config>(Config::kDqSteps == 1 ? phase : block_parity, phase);
+      const DqTarget& said = shared.dq_target[warpgroup][slot];
       DqTarget target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
       if (target.head < 0) break;
       target.query += DqFirstQuery<Config>(warpgroup);
       const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
       const int panel =
-          (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / 64) +
+          (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / kDims) +
           DqPanel<Config>(warpgroup, Config::kDqSteps == 1 ? 0 : phase);
       int32_t* done = nullptr;  // Of this lane's unit.
       if (params.dq_order.is_fixed()) done = WaitForTurn(target, panel, num_queries);
       if (lane == 0) {
         if (num_queries > 0) {
-          ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * 64,
-                    shared.dq + warpgroup * Config::kDqQueries * 64,
-                    num_queries * 64 * sizeof(float));
+          ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * kDims,
+                    shared.dq + warpgroup * Config::kDqQueries * kDims,
+                    num_queries * kDims * sizeof(float));
         }
         CommitReduce();
         WaitReduceRead();

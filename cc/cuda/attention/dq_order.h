@@ -47,20 +47,21 @@ struct DqOrder {
 
 // Units are as small as blocks can differ, unless the table would be large. Where any order will
 // do, there is nothing of it.
-inline DqOrder DqOrderOf(const AttentionShape& shape, const Tiling& tiling, int num_panels,
+inline DqOrder DqOrderOf(const AttentionShape& shape, const Tiling& tiling, int num_dims,
                          bool is_fixed) {
   DqOrder order{};
   if (!is_fixed) return order;
   static_assert(kPositionAlignment == 8, "blocks of queries begin there");
   order.log2_queries = 3;
   constexpr int64_t kShare = 64;  // Of the sum, for the table.
-  const int64_t most = DqSumBytes(shape, num_panels) / kShare;
+  const int64_t most = DqSumBytes(shape, num_dims) / kShare;
   const int num_rows = DqSumRows(shape.q_len);
   const auto count = [&] {
     return (num_rows + (1 << order.log2_queries) - 1) >> order.log2_queries;
   };
   while (count() > 1 && MaxTiles(shape, tiling) * count() * 4 > most) ++order.log2_queries;
   order.num_units = count();
+  const int num_panels = num_dims / DqPanelDims(num_dims);
   order.num_counters = shape.batch * shape.num_q_heads * num_panels * order.num_units;
   return order;
 }

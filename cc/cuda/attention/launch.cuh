@@ -80,12 +80,13 @@ struct TensorBox {
   int64_t length, heads, dim;
   int box_rows, box_heads;
   CUtensorMap* map;
+  int box_bytes = 128;
 };
 
 inline Status MakeTensorMaps(int64_t batch, std::initializer_list<TensorBox> tensors) {
   for (const TensorBox& t : tensors) {
     JAX_MAGI_RETURN_IF_BAD(MakeTensorMap(t.dtype, t.data, batch, t.length, t.heads, t.dim,
-                                         t.box_rows, t.box_heads, t.map));
+                                         t.box_rows, t.box_heads, t.box_bytes, t.map));
   }
   return {};
 }

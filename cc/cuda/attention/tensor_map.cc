@@ -17,7 +17,7 @@ void* FindEncodeTiled() {
 }  // namespace
 
 Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t length, int64_t heads,
-                     int64_t dim, int box_rows, int box_heads, CUtensorMap* map) {
+                     int64_t dim, int box_rows, int box_heads, int box_bytes, CUtensorMap* map) {
   // Asked for at run time, and once: linking the driver would keep the library from loading without
   // one.
   static void* const entry = FindEncodeTiled();
@@ -32,7 +32,7 @@ Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t lengt
   const int element_bytes = ElementBytes(dtype);
   const cuuint64_t row_bytes = element_bytes * sizes[0];
   const cuuint64_t strides[3] = {row_bytes, row_bytes * sizes[1], row_bytes * sizes[1] * sizes[2]};
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(128 / element_bytes),
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(box_bytes / element_bytes),
                              static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows),
                              1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
@@ -42,8 +42,9 @@ Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t lengt
       : dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       /*tensorRank=*/4, const_cast<void*>(data), sizes, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return {"cuTensorMapEncodeTiled refused a tensor", __FILE__, __LINE__};
   }

@@ -46,11 +46,11 @@ struct BackwardTermsTile {
 };
 // Blocks of slopes alone are as wide as without terms.
 template <int kHeadDim>
-struct BackwardTermsTile<kHeadDim, Terms::kSlopes> : BackwardTile<kHeadDim, /*kHasSoftcap=*/false> {
-};
+struct BackwardTermsTile<kHeadDim, Terms::kSlopes>
+    : BackwardTile<kHeadDim, kHeadDim, /*kHasSoftcap=*/false> {};
 
 template <int kHeadDim_, typename Element_, Terms kTerms = Terms::kAny>
-struct BackwardTermsConfig : BackwardConfig<kHeadDim_, Element_, /*kHasSoftcap=*/false,
+struct BackwardTermsConfig : BackwardConfig<kHeadDim_, kHeadDim_, Element_, /*kHasSoftcap=*/false,
                                             BackwardTermsTile<kHeadDim_, kTerms>> {
   static constexpr bool kHasTerms = true;
   static constexpr bool kIsBiasAlone = kTerms == Terms::kBias;

@@ -51,7 +51,7 @@ inline Status MakeBiasMap(const AttentionShape& shape, const BiasLayout& layout,
                           int box_queries, CUtensorMap* map) {
   return MakeTensorMap(layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,
                        layout.head_stride == 0 ? 1 : shape.num_q_heads, shape.q_len, shape.k_len,
-                       /*box_rows=*/1, /*box_heads=*/box_queries, map);
+                       /*box_rows=*/1, /*box_heads=*/box_queries, /*box_bytes=*/128, map);
 }
 
 }  // namespace jax_magi::cuda

@@ -32,9 +32,13 @@ __device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
 }
 
 // A tile in shared memory is made of panels 64 elements wide: rows of 128 bytes, 128-byte swizzle,
-// 8 rows a swizzle atom. Descriptor fields are in units of 16 bytes.
-constexpr uint64_t kAtomOffset = 1024 / 16;
-constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+// 8 rows a swizzle atom; or half as wide, with a swizzle of 64 bytes. Descriptor fields are in
+// units of 16 bytes.
+template <int kPanelDims>
+constexpr uint64_t kAtomOffsetOf = 8 * kPanelDims * 2 / 16;
+constexpr uint64_t kAtomOffset = kAtomOffsetOf<64>;
+template <int kPanelDims>
+constexpr uint64_t kSwizzle = uint64_t{kPanelDims == 64 ? 1 : 2} << 62;
 
 // An address as descriptors hold it. In a cluster, the addresses of a block of threads have its
 // rank in bits 24 and up, which would end up in the distance of panels. Elsewhere there is none,
@@ -46,17 +50,17 @@ __device__ __forceinline__ uint32_t DescriptorAddress(const void* tile) {
 }
 
 // For an operand contiguous along the contraction: q and k.
-template <int kClusterSize = 1>
+template <int kClusterSize = 1, int kPanelDims = 64>
 __device__ __forceinline__ uint64_t RowDescriptor(const void* tile) {
-  return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{1} << 16) |
+  return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) | (uint64_t{1} << 16) |
          DescriptorAddress<kClusterSize>(tile);
 }
 
 // For an operand contiguous across the contraction: v, whose panels lie `panel_bytes` apart.
-template <int kClusterSize = 1>
+template <int kClusterSize = 1, int kPanelDims = 64>
 __device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t panel_bytes) {
-  return kSwizzle128 | (kAtomOffset << 32) | (uint64_t{panel_bytes / 16} << 16) |
-         DescriptorAddress<kClusterSize>(tile);
+  return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) |
+         (uint64_t{panel_bytes / 16} << 16) | DescriptorAddress<kClusterSize>(tile);
 }
 
 // A descriptor `offset` units further on. Addresses are in the lower half, and never leave it.
@@ -83,8 +87,9 @@ __device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, flo
 enum class Product { kIsResult, kIsSubtracted };
 
 // scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
-// `keys_bytes` are the sizes of their panels.
-template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult>
+// `keys_bytes` are the sizes of their panels; those of the rows may be narrower.
+template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult,
+          int kRowPanelDims = 64>
 __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
                                                  uint32_t keys_bytes, float (&scores)[kN / 2]) {
   using cute::SM90::GMMA::Major;
@@ -96,7 +101,8 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
-    WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
+    constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Of a panel.
+    WgmmaShared<Atom>(Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
                       Advance(keys, panel * (keys_bytes / 16) + offset), scores,
                       /*accumulate=*/kProduct != Product::kIsResult || step > 0,
                       std::make_integer_sequence<int, kN / 2>());
@@ -152,6 +158,23 @@ __device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t r
     WgmmaShared<Atom>(Advance(columns, step * 2 * kAtomOffset),
                       Advance(rows, panel * (rows_bytes / 16) + offset), out,
                       /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+  }
+}
+
+// out[64, kDim] = rows[64, kK] * values[kK, kDim], both in shared memory. The values' panels are
+// kPanelDims wide.
+template <typename Element, int kDim, int kK, int kPanelDims>
+__device__ __forceinline__ void MultiplyRowsValues(uint64_t rows, uint32_t rows_bytes,
+                                                   uint64_t values, float (&out)[kDim / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kDim>, cute::_16>,
+                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
+#pragma unroll
+  for (int step = 0; step < kK / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);
+    WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
+                      Advance(values, step * 2 * kAtomOffsetOf<kPanelDims>), out,
+                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kDim / 2>());
   }
 }
 
