@@ -153,15 +153,27 @@ class Backend:
     if not self.module.LEFT_OUT:
       return None
     limit = self.max_head_dim_with_terms if has_terms else None
-    built = [
-      int(dim)
-      for dim, dtype in (name.split() for name in self.module.variants()["attention backward"])
-      if dtype == q.dtype.name and (limit is None or int(dim) <= limit)
-    ]
-    if max(dims) <= max(built, default=0):
+    names = [name.split() for name in self.module.variants()["attention backward"]]
+    built = {name: _dims_of(name) for name, dtype in names if dtype == q.dtype.name}
+    if limit is not None:
+      built = {name: both for name, both in built.items() if max(both) <= limit}
+
+    def has_larger(than: tuple[int, int]) -> bool:
+      return any(
+        than != both and than[0] <= both[0] and than[1] <= both[1] for both in built.values()
+      )
+
+    if dims in built.values() or has_larger(dims):
       return None
-    has = f"head dims up to {max(built)} alone" if built else "none"
+    largest = [name for name, both in built.items() if not has_larger(both)]
+    has = f"head dims up to {' and '.join(largest)} alone" if built else "none"
     return f"kernels were left out of this build: of {q.dtype.name} it has {has}"
+
+
+def _dims_of(name: str) -> tuple[int, int]:
+  """Head dims of keys and of values: "192/128", or "128" where they are the same."""
+  first, _, second = name.partition("/")
+  return int(first), int(second or first)
 
 
 def _import(name: str) -> Any:
