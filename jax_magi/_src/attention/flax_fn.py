@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention.dot_product import dot_product_attention
 from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.transforms.explicit import fold_leading, reshaped, spec_of
 
 
 def flax_attention_fn(
@@ -84,10 +86,11 @@ def flax_attention_fn(
   q, k, v = (x.astype(dtype) for x in (query, key, value))
   batch = query.shape[:-3]
   if len(batch) > 1:
-    q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (q, k, v))
+    q, k, v = (fold_leading(x, len(batch)) for x in (q, k, v))
     bias, mask = (_fold(x, batch) for x in (bias, mask))
   out = dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
-  return out.reshape(*query.shape[:-1], value.shape[-1])
+  batch_axes = spec_of(query)[: len(batch)]
+  return reshaped(out, (*query.shape[:-1], value.shape[-1]), P(*batch_axes, *spec_of(out)[-3:]))
 
 
 def _fold(x: Any, batch: tuple[int, ...]) -> Any:
@@ -97,4 +100,4 @@ def _fold(x: Any, batch: tuple[int, ...]) -> Any:
   leading = (1,) * (len(batch) + 3 - x.ndim) + x.shape[:-3]
   if math.prod(leading) == 1:
     return x.reshape(1, *x.shape[-3:])
-  return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
+  return fold_leading(jnp.broadcast_to(x, (*batch, *x.shape[-3:])), len(batch))

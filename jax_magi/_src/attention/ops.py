@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS, Backend, check_implementation
+from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 from jax_magi._src.transforms.varying import vary_like
@@ -48,7 +50,20 @@ def attention(config: AttentionConfig, q, k, v, slices, sink, terms):
 
   `terms` are the optional operands of `forward` that there are, by name.
   """
-  return forward(config, q, k, v, slices, sink, **terms)
+  return _forward_on_mesh(config, None, q, k, v, slices, sink, terms)
+
+
+def _forward_on_mesh(config, out_dtype, *operands):
+  """`forward` for operands that may lie on Explicit axes."""
+
+  def fun(q, k, v, slices, sink, terms):
+    return forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
+
+  def out_specs():
+    batch, _, heads, _ = spec_of(*operands[:3])
+    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
+
+  return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
 def _attention_fwd(config, *operands):
@@ -60,7 +75,7 @@ def _attention_fwd(config, *operands):
   # and the keys that matter to it: delta is then made of an `out` that is not rounded.
   needs_float32 = "alibi_slopes" in wanted and q.dtype.itemsize < 4
   out_dtype = np.float32 if needs_float32 else None
-  out, lse, max_logits = forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
+  out, lse, max_logits = _forward_on_mesh(config, out_dtype, q, k, v, slices, sink, terms)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
   out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
   residuals = (q, k, v, slices, sink, terms, wanted, out, lse)
@@ -70,13 +85,20 @@ def _attention_fwd(config, *operands):
 def _attention_bwd(config, residuals, cotangents):
   q, k, v, slices, sink, terms, wanted, out, lse = residuals
   dout, dlse, _ = map(_instantiated, cotangents, (out, lse, lse))
-  row_delta = delta(out, lse, dout, dlse)
-  dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
   config, slices = _grouped_by_keys(config, slices)
   wants = tuple(name for name in TERMS if name in wanted)
-  dq, dk, dv, *dterms = backward(
-    config, q, k, v, dout, lse, row_delta, slices, **terms, wants=wants
-  )
+
+  def fun(q, k, v, slices, sink, terms, out, lse, dout, dlse):
+    row_delta = delta(out, lse, dout, dlse)
+    dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
+    gradients = backward(config, q, k, v, dout, lse, row_delta, slices, **terms, wants=wants)
+    return (dsink, *gradients)
+
+  def out_specs():
+    return tuple(map(spec_of, (sink, q, k, v, *(terms[name] for name in wants))))
+
+  operands = (q, k, v, slices, sink, terms, out, lse, dout, dlse)
+  dsink, dq, dk, dv, *dterms = with_auto_axes(fun, operands, out_specs)(*operands)
   gradients = dict(zip(wants, dterms, strict=True))
   return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
 

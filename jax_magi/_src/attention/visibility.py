@@ -15,6 +15,7 @@ from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
+from jax_magi._src.transforms.explicit import merged_spec, with_auto_axes
 
 # A concrete boolean mask becomes slices if these are no more than this, or than q_len divided by
 # that. With more of them, tiles of the kernels would be mostly edges.
@@ -58,10 +59,15 @@ def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
   It is as large as what both of them are broadcast to.
   """
   visible = jnp.asarray(visible)
-  bias = jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias
+  bias = np.zeros((1, 1, 1, 1), dtype) if bias is None else bias
   shape = jnp.broadcast_shapes(visible.shape, bias.shape, (1, 1, 1, k_len))
-  hidden = jnp.full((1, 1, 1, 1), -np.inf, bias.dtype)
-  return jnp.where(*(jnp.broadcast_to(x, shape) for x in (visible, bias, hidden)))
+  hidden = np.full((1, 1, 1, 1), -np.inf, bias.dtype)
+
+  def fun(*arrays):
+    return jnp.where(*(jnp.broadcast_to(x, shape) for x in arrays))
+
+  operands = (visible, bias, hidden)
+  return with_auto_axes(fun, operands, lambda: merged_spec(visible, bias))(*operands)
 
 
 def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]):

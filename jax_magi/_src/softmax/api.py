@@ -17,7 +17,7 @@ from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.windows import band_around, window_band
 from jax_magi._src.native.backends import BACKENDS, check_implementation, default_platform
 from jax_magi._src.softmax.ops import SoftmaxConfig, softmax
-from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.transforms.explicit import fold_leading, reshaped, spec_of
 from jax_magi._src.transforms.varying import vary_together
 
 _log = logging.getLogger("jax_magi")
@@ -285,7 +285,8 @@ def _batch_of_mask(mask: Any, x: Any) -> int:
 
 
 def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
-  operands = {"x": x, "mask": mask, "offset": offset}
+  rows = P(*spec_of(x)[:-2], None, None)  # Of which the kernels take whole ones.
+  operands = {"x": reshaped(x, x.shape, rows), "mask": mask, "offset": offset}
   operands = {name: a for name, a in operands.items() if a is not None}
 
   def fold(name, a):
@@ -293,20 +294,12 @@ def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
       return a[None]
     if a.ndim == 2:
       return a[None, None]
-    if name == "mask":
-      batch = _batch_of_mask(a, x)
-      if batch != 1:
-        a = jnp.broadcast_to(a, x.shape[:-3] + a.shape[-3:])
-      return a.reshape(batch, *a.shape[-3:])
-    return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])
-
-  def fun(*arrays):
-    folded = {n: fold(n, a) for n, a in zip(operands, arrays, strict=True)}
-    y = softmax(config, folded["x"], folded.get("mask"), folded.get("offset"))
-    return y.reshape(x.shape)
-
-  def out_specs(x_axes):
-    return P(*x_axes[:-2], None, None)
+    if name == "mask" and _batch_of_mask(a, x) != 1:
+      a = jnp.broadcast_to(a, x.shape[:-3] + a.shape[-3:])
+    return fold_leading(a, a.ndim - 3)
 
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
-  return with_auto_axes(fun, x, out_specs)(*vary_together(*operands.values()))
+  arrays = zip(operands, vary_together(*operands.values()), strict=True)
+  folded = {name: fold(name, a) for name, a in arrays}
+  y = softmax(config, folded["x"], folded.get("mask"), folded.get("offset"))
+  return reshaped(y, x.shape, rows)

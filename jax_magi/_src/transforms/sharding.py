@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 # Dimension letters with a meaning. Any other letter is a dimension that is never split.
 _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
@@ -106,37 +106,6 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     partition=partition, sharding_rule=sharding_rule, decode_shardings=False
   )
   return partitioned
-
-
-def has_explicit_axes(x: Any) -> bool:
-  """Whether the array lies on a mesh with Explicit axes."""
-  return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
-def with_auto_axes(
-  fun: Callable, like: Any, out_specs: Callable[[tuple], tuple | PartitionSpec]
-) -> Callable:
-  """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
-
-  Args:
-    fun: what to call.
-    like: an operand; its type tells the mesh.
-    out_specs: the results' PartitionSpecs, from the sharding of `like` along its dimensions.
-  """
-  sharding = jax.typeof(like).sharding
-  mesh = sharding.mesh
-  axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  explicit = tuple(name for name, kind in axis_types if kind == AxisType.Explicit)
-  if not explicit:
-    return fun
-  wrapped = jax.sharding.auto_axes(fun, axes=explicit, out_sharding=out_specs(tuple(sharding.spec)))
-
-  def call(*operands):
-    # Arrays may carry their mesh without it being the current one.
-    with jax.sharding.use_abstract_mesh(mesh):
-      return wrapped(*operands)
-
-  return call
 
 
 def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
