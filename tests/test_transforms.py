@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 
 import jax
 import jax.export
@@ -264,6 +265,30 @@ def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
   shardings = [NamedSharding(mesh, spec), *[NamedSharding(mesh, P())] * 2]
   sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
   assert_trees_close(jax.jit(_btnh)(*sharded), _btnh(*arrays))
+
+
+@pytest.mark.usefixtures("without_kept_programs")
+@pytest.mark.parametrize(
+  "spec", [P(("c", "a"), None, "b"), P("b", "a", "c"), P(None, "b", ("a", "c"))], ids=str
+)
+def test_shardings_are_kept_on_meshes_with_many_axes(spec):
+  """And in a time that does not grow with them: trainers have a dozen axes, most of them of 1."""
+  arrays = _batch(length=32)
+
+  def time_to_compile(num_axes):
+    names = tuple("abcdefghijkl"[:num_axes])
+    mesh = _mesh(AxisType.Auto, (2,) * 3 + (1,) * (num_axes - 3), names)
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+    begin = time.process_time()
+    compiled = jax.jit(lambda *x: jax_magi.dot_product_attention(*x)).lower(*sharded).compile()
+    seconds = time.process_time() - begin
+    assert_trees_close(compiled(*sharded), jax_magi.dot_product_attention(*arrays))
+    kept = NamedSharding(mesh, P(spec[0], None, spec[2]))
+    assert compiled.output_shardings.is_equivalent_to(kept, 4)
+    return seconds
+
+  few, many = (min(time_to_compile(n) for _ in range(2)) for n in (3, 12))
+  assert many < 2 * few
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])

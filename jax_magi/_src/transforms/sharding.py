@@ -5,12 +5,12 @@ Without this, XLA gathers every operand of a custom call onto every device.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -114,12 +114,30 @@ def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[s
   JAX could decode them, but raises where Shardy splits part of an axis, as it may when there are
   fewer kv heads than devices. Here such a sharding is one that is not kept.
   """
-  names = mesh.axis_names
-  for count in range(len(names) + 1):
-    for chosen in itertools.permutations(names, count):
-      for cut in range(count + 1):
-        axes = {_BATCH: chosen[:cut], _Q_HEADS: chosen[cut:]}
-        spec = PartitionSpec(*(axes.get(letter) for letter in q_dims))
-        if NamedSharding(mesh, spec).is_equivalent_to(q.sharding, q.ndim):
-          return axes[_BATCH], axes[_Q_HEADS]
-  return (), ()
+  if mesh.empty:
+    return (), ()
+  try:
+    parts = q.sharding.devices_indices_map(q.shape)
+  except ValueError:  # Parts of different sizes.
+    return (), ()
+  batch, heads = (_axes_along(mesh, q_dims.index(x), parts) for x in (_BATCH, _Q_HEADS))
+  return batch, heads
+
+
+def _axes_along(mesh: Any, dim: int, parts: Mapping[Any, tuple[slice, ...]]) -> tuple[str, ...]:
+  """The mesh axes that split a dimension, the slowest first; none where these are not whole axes.
+
+  Args:
+    mesh: has the devices.
+    dim: which of the array's dimensions.
+    parts: the part of the array that each device has.
+  """
+  begins = np.array([parts[device][dim].start or 0 for device in mesh.devices.flat])
+  part = np.unique(begins, return_inverse=True)[1].reshape(mesh.devices.shape)
+  # One step along an axis leads over so many parts.
+  steps = [int(part.take(min(1, size - 1), axis=i).flat[0]) for i, size in enumerate(part.shape)]
+  expected = sum(step * np.indices(part.shape, sparse=True)[i] for i, step in enumerate(steps))
+  if not np.array_equal(np.broadcast_to(expected, part.shape), part):
+    return ()
+  order = sorted((i for i, step in enumerate(steps) if step), key=lambda i: -steps[i])
+  return tuple(mesh.axis_names[i] for i in order)
