@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import time
 
 import jax
@@ -257,10 +258,29 @@ def test_jit_keeps_batch_and_head_shardings(spec, num_kv_heads):
   assert_trees_close(got, _btnh(*arrays))
 
 
+@pytest.mark.parametrize(
+  ("num_kv_heads", "axes"),
+  [(1, "x"), (2, "x"), (2, ("a", "b")), (4, ("a", "b", "c"))],
+  ids=["mqa", "more_devices_than_kv_heads", "kv_heads_on_one_axis", "kv_heads_on_two_axes"],
+)
+def test_query_heads_stay_split_over_more_devices_than_kv_heads(num_kv_heads, axes):
+  names = tuple("abc") if axes != "x" else ("x",)
+  mesh = _mesh(AxisType.Auto, (2, 2, 2) if axes != "x" else (4,), names)
+  arrays = _batch(num_kv_heads=num_kv_heads)
+  shardings = [NamedSharding(mesh, P(None, None, axes)), *[NamedSharding(mesh, P())] * 2]
+  sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+  compiled = jax.jit(_btnh).lower(*sharded).compile()
+  # Nothing with the size of q crosses devices.
+  assert not re.search(r"\[4,64,8,16\]\S* (all-|collective-)", compiled.as_text())
+  got = compiled(*sharded)
+  assert got[0].sharding.is_equivalent_to(shardings[0], 4)
+  assert_trees_close(got, _btnh(*arrays))
+
+
 @pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, None, "x"), P(None, None, "x")])
 def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
-  # Two kv heads over four devices, sequences, head dims: gathered, not wrong.
-  arrays = _batch(num_kv_heads=2)
+  # Twelve query heads for three kv heads over four devices, sequences, head dims: gathered.
+  arrays = _batch(num_q_heads=12, num_kv_heads=3)
   mesh = _mesh(AxisType.Auto)
   shardings = [NamedSharding(mesh, spec), *[NamedSharding(mesh, P())] * 2]
   sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]

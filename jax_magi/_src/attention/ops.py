@@ -359,6 +359,11 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
   )
 
 
+def _group(q, k) -> int:
+  """Query heads that share a kv head."""
+  return q.shape[2] // k.shape[2]
+
+
 def _on_backend(
   config: AttentionConfig, call: _Call, backend: Backend, kernel: Callable
 ) -> Callable:
@@ -367,7 +372,11 @@ def _on_backend(
     names = (*call.operands, "tile_list")
 
     def by_name(*arrays):
-      return kernel(**dict(zip(names, arrays, strict=True)), **options)
+      named = dict(zip(names, arrays, strict=True))
+      if _group(named["q"], named["k"]) != _group(*operands[:2]):
+        # A device with part of a group's heads may want other tiles than those of the list.
+        return kernel(**{**named, "tile_list": jnp.zeros(0, np.int32)})
+      return kernel(**named, **options)
 
     letters = [_LETTERS[name] for name in call.operands]
     return keep_batch_and_heads(by_name, [*letters, "t"], list(call.results))(*operands, tile_list)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -21,6 +22,9 @@ _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
 
 def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str]) -> Callable:
   """`fun` on whatever part of batch and heads a device holds.
+
+  Where query heads are split over more devices than there are kv heads, each device has all kv
+  heads, calls `fun` with the one that its query heads use, and gradients of kv heads are summed.
 
   Args:
     fun: takes one array per entry of `operands`, returns a tuple. The first one has all heads; if
@@ -41,10 +45,17 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
   def partition(mesh, operand_types, result_types):
     batch_axes, head_axes = _find_axes(mesh, operand_types[0], operands[0])
-    # A group of query heads needs its kv head on the same device.
-    if heads_of(operand_types)[1] % math.prod(mesh.shape[name] for name in head_axes):
-      head_axes = ()
-    axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: head_axes}
+    num_q_heads, num_kv_heads = heads_of(operand_types)
+    group = num_q_heads // num_kv_heads
+    # A group of query heads needs its kv head on the same device: kv heads are split over as many
+    # axes as divide them, and over the others each device has the same ones.
+    sizes = [mesh.shape[name] for name in head_axes]
+    num_split = max(n for n in range(len(sizes) + 1) if num_kv_heads % math.prod(sizes[:n]) == 0)
+    local_heads = num_q_heads // math.prod(sizes)
+    if num_split < len(sizes) and group % local_heads:
+      head_axes, num_split = (), 0  # Devices would need different numbers of kv heads.
+    kv_axes, shared_axes = head_axes[:num_split], head_axes[num_split:]
+    axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: kv_axes}
 
     def shardings(dims, types):
       return tuple(
@@ -67,26 +78,45 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
     sums = [split_axes(*pair) for pair in zip(results, result_types, strict=True)]
 
+    def with_own_kv_head(*arrays):
+      if not shared_axes:
+        return positional(*arrays)
+      head = lax.axis_index(shared_axes) * local_heads // group
+      own = (
+        lax.dynamic_slice_in_dim(x, head, 1, letters.index(_KV_HEADS))
+        if _KV_HEADS in letters
+        else x
+        for letters, x in zip(operands, arrays, strict=True)
+      )
+
+      def all_kv_heads(letters, x):
+        if _KV_HEADS not in letters:
+          return x
+        dim = letters.index(_KV_HEADS)
+        shape = (*x.shape[:dim], arrays[1].shape[operands[1].index(_KV_HEADS)], *x.shape[dim + 1 :])
+        whole = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, head, dim)
+        return lax.psum(whole, shared_axes)
+
+      return tuple(map(all_kv_heads, results, positional(*own)))
+
     def summed(*arrays):
       # On one device. JAX 0.12 would have arrays made in here lie on the caller's Explicit axes.
       with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        values = zip(positional(*arrays), sums, strict=True)
+        values = zip(with_own_kv_head(*arrays), sums, strict=True)
         return tuple(lax.psum(x, names) if names else x for x, names in values)
 
     return mesh, summed, shardings(results, result_types), shardings(operands, operand_types)
 
   def sharding_rule(_, operand_types, result_types):
     num_q_heads, num_kv_heads = heads_of(operand_types)
-    is_grouped = num_q_heads != num_kv_heads
-    factors = {_BATCH: "batch"}
-    if num_kv_heads > 1:
-      factors |= {_KV_HEADS: "heads", _Q_HEADS: "(heads group)" if is_grouped else "heads"}
+    group = num_q_heads // num_kv_heads
+    factors = {_BATCH: "batch", _KV_HEADS: "heads", _Q_HEADS: "heads"}
+    if group > 1:
+      factors[_Q_HEADS] = "(heads group)" if num_kv_heads > 1 else "group"
     whole: list[str] = []  # Factors that stay in one piece, in order of appearance.
 
     def name(letter, size):
       if letter in factors and size > 1:
-        if "group" in factors[letter] and "group" not in whole:
-          whole.append("group")
         return factors[letter]
       whole.append(f"whole{len(whole)}")
       return whole[-1]
@@ -98,7 +128,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
       )
       for dims, types in ((operands, operand_types), (results, result_types))
     )
-    sizes = {"group": num_q_heads // num_kv_heads} if "group" in whole else {}
+    sizes = {"group": group} if "(heads group)" in left else {}
     return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **sizes}
 
   partitioned = custom_partitioning(positional)
