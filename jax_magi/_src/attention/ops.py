@@ -17,12 +17,19 @@ from jax.sharding import PartitionSpec as P
 from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import BACKENDS, Backend, check_implementation
+from jax_magi._src.native.backends import (
+  BACKENDS,
+  Backend,
+  check_implementation,
+  log_fallback,
+)
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 from jax_magi._src.transforms.varying import vary_like
 
+# The name of the path in plain JAX.
+PLAIN = "blockwise"
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 # Optional operands, in the order of the kernels: what is added to the scaled logits.
@@ -343,7 +350,9 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
       bias_in_order=named["bias"] if is_in_order else None,
     )
     # Besides what was checked with the arguments, before it was known which gradients are wanted.
-    check_implementation(config.implementation, "blockwise", check)
+    check_implementation(config.implementation, PLAIN, check)
+    if config.implementation is None:
+      log_fallback("attention", PLAIN, check)
     return {platform: fun for platform, fun in natives.items() if check(BACKENDS[platform]) is None}
 
   # A gradient is one for each mapped element, and so is then the operand.
@@ -353,7 +362,7 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
     config.implementation,
     usable,
     lambda *operands: plain(**dict(zip(call.operands, operands, strict=True))),
-    plain_name="blockwise",
+    plain_name=PLAIN,
     shared=tuple(map(call.operands.index, shared)),
     summed={num_others + i: call.operands.index(name) for i, name in enumerate(call.wants)},
   )

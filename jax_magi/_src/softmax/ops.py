@@ -18,6 +18,9 @@ from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
+# The name of the path in plain JAX.
+PLAIN = "xla"
+
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxConfig:
@@ -176,7 +179,7 @@ def _wrap(
   def usable(x, *_):
     return {p: split for p, backend in BACKENDS.items() if backend.softmax_obstacle(x) is None}
 
-  return by_platform(config.implementation, usable, plain, plain_name="xla", shared=shared)
+  return by_platform(config.implementation, usable, plain, plain_name=PLAIN, shared=shared)
 
 
 # --- The same in plain JAX, in float32 at least ---
