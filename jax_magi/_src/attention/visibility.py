@@ -83,7 +83,9 @@ def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: 
     ("query_seq_lengths", 1, q_len),
     ("key_value_seq_lengths", 3, k_len),
   ):
-    end = jnp.clip(given.get(name, np.array([length], np.int32)), 0, length)
+    end = given.get(name, np.array([length], np.int32))
+    # By numpy where they are known: under jit, jnp would make tracers of them.
+    end = (np if isinstance(end, np.ndarray) else jnp).clip(end, 0, length)
     slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[None, None, column]
   return slices
 
@@ -92,7 +94,7 @@ def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_s
   """One slice for each document; None if there are no documents."""
   batch, q_len, k_len = sizes
   given = {
-    name: as_int32(name, x if np.ndim(x) == 2 else jnp.asarray(x)[None], (batch, length))
+    name: as_int32(name, _with_batch(x), (batch, length))
     for (name, x), length in zip(segments.items(), (q_len, k_len), strict=True)
     if x is not None
   }
@@ -113,7 +115,27 @@ def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_s
   if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
     slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
     return slices.reshape(batch, max_segments, 6)
-  return jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+  slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+  # Rows of the batch that are poisoned see everything, so that every token shows it.
+  everything = np.zeros((1, max_segments, 6), np.int32)
+  everything[:, :1] = [0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]
+  is_poisoned = poisoned_rows(segments, max_segments).astype(np.int32)[:, None, None]
+  return slices * (1 - is_poisoned) + everything * is_poisoned
+
+
+def poisoned_rows(segments: dict[str, Any], max_segments: Any) -> Any:
+  """bool `[batch]`: where traced document numbers are out of bounds; None if all are known."""
+  traced = [_with_batch(x) for x in segments.values() if x is not None and concrete(x) is None]
+  if not traced:
+    return None
+  return functools.reduce(jnp.logical_or, [((x < 0) | (x > max_segments)).any(1) for x in traced])
+
+
+def _with_batch(ids: Any) -> Any:
+  """Document numbers of a batch, by numpy where they are known."""
+  known = concrete(ids)
+  ids = ids if known is None else known
+  return ids[None] if ids.ndim == 1 else ids
 
 
 def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]:

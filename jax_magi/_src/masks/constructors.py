@@ -212,7 +212,8 @@ class MaskConstructors:
 
     Args:
       ids: int `[q_len]` in 0 .. max_segments; 0 is padding, which sees nothing.
-      max_segments: the number of slices (static).
+      max_segments: the number of slices (static). Traced ids above it cannot be an error, and a
+        mask cannot carry one: `dot_product_attention(segment_ids=)` makes results NaN instead.
       kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
       causal: keys after the query's own are hidden, inside each document.
       window: (left, right), as in `sliding_window`, inside each document.
