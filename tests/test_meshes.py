@@ -285,3 +285,21 @@ def test_results_are_those_of_arrays_on_no_mesh(case, mesh, is_mesh_set):
   placed = [jax.device_put(x, NamedSharding(meshes[mesh], spec)) for x, spec in operands]
   with jax.set_mesh(meshes[mesh]) if is_mesh_set else contextlib.nullcontext():
     assert_trees_close(run(mesh, *placed), expected)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x"), P(None, "x")], ids=str)
+def test_the_partitioner_that_knows_no_rules(spec):
+  """`jax_use_shardy_partitioner=False` ended the process."""
+  mesh = jax.make_mesh((4,), ("x",), axis_types=(_AUTO,), devices=jax.devices()[:4])
+  sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (_Q, _K, _V)]
+
+  def fun(*x):
+    return _gradients(lambda *x: jax_magi.dot_product_attention(*x, is_causal=True), *x)
+
+  jax.config.update("jax_use_shardy_partitioner", False)
+  try:
+    compiled = jax.jit(fun).lower(*sharded).compile()
+  finally:
+    jax.config.update("jax_use_shardy_partitioner", True)
+  assert ("all-gather" in compiled.as_text()) == (spec == P(None, "x"))
+  assert_trees_close(jax.device_get(compiled(*sharded)), fun(_Q, _K, _V))

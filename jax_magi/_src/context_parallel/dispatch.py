@@ -49,6 +49,7 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
   """The inverse of `dispatch`: `[cp_size * local, ...]` to `[length, ...]`."""
   chunks, length, chunk_size = _side(key, role)
   chunks = _all_ranks(chunks, key, "undispatch")
+  x = x if hasattr(x, "ndim") else np.asarray(x)
   if x.ndim == 0 or x.shape[0] != chunks.size * chunk_size:
     raise ValueError(
       f"x must have the {chunks.size * chunk_size} rows of all ranks, got {list(x.shape)}"
@@ -91,6 +92,7 @@ def roll(
   """
   chunks, length, chunk_size = _side(key, role)
   shift = check_position("shift", shift)
+  x = x if hasattr(x, "ndim") else np.asarray(x)
   if chunks.shape[0] == key.spec.cp_size and x.shape[0] == chunks.size * chunk_size:
     xp = _library(x, chunks)
 

@@ -133,7 +133,11 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
   partitioned = custom_partitioning(positional)
   partitioned.def_partition(
-    partition=partition, sharding_rule=sharding_rule, decode_shardings=False
+    partition=partition,
+    sharding_rule=sharding_rule,
+    # For GSPMD, which jax_use_shardy_partitioner=False asks for: it knows no rules.
+    infer_sharding_from_operands=lambda *types: partition(*types)[2],
+    decode_shardings=False,
   )
   return partitioned
 
