@@ -3,6 +3,7 @@
 from jax_magi import optim
 from jax_magi._src.attention.api import AttnForwardMeta, attention, flex_flash_attn_func
 from jax_magi._src.attention.dot_product import dot_product_attention
+from jax_magi._src.attention.explain import Explanation, explain_attention
 from jax_magi._src.attention.flax_fn import flax_attention_fn
 from jax_magi._src.attention.merge import merge_attention
 from jax_magi._src.attention.ops import CHECKPOINT_NAMES
@@ -25,7 +26,7 @@ from jax_magi._src.exchange_check.report import ExchangeReport
 from jax_magi._src.masks.constructors import MaskType
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.softmax.api import (
-  SoftmaxExplanation,
+  explain_softmax,
   fused_scale_mask_softmax,
   scaled_masked_softmax,
   scaled_softmax,
@@ -41,11 +42,11 @@ __all__ = [
   "Capacities",
   "DistAttnKey",
   "ExchangeReport",
+  "Explanation",
   "FusedScaleMaskSoftmax",
   "Links",
   "MaskType",
   "PlanStats",
-  "SoftmaxExplanation",
   "__version__",
   "attention",
   "calc_attn",
@@ -53,6 +54,8 @@ __all__ = [
   "context_parallel_attention",
   "dispatch",
   "dot_product_attention",
+  "explain_attention",
+  "explain_softmax",
   "flax_attention_fn",
   "flex_flash_attn_func",
   "fused_scale_mask_softmax",

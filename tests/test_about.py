@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 import types
-import warnings
 from pathlib import Path
 
 import jax
@@ -17,7 +16,8 @@ import pytest
 import jax_magi
 from jax_magi._src.about import facts
 from jax_magi._src.about.command import _kernels_of, main, report
-from jax_magi._src.native.backends import BACKENDS, Devices
+from jax_magi._src.native import backends
+from jax_magi._src.native.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +50,11 @@ def test_command_names_versions_devices_kernels_and_choices():
   ends = r"(attention(_fn)?|attn(_func)?|softmax)$"
   names = {name for name in jax_magi.__all__ if re.search(ends, name, re.IGNORECASE)}
   # Plain JAX everywhere.
-  assert {name for name in names if name not in done.stdout} == {"merge_attention"}
+  assert {name for name in names if name not in done.stdout} == {
+    "merge_attention",
+    "explain_attention",
+    "explain_softmax",
+  }
   assert done.stderr == ""
 
 
@@ -154,17 +158,56 @@ def test_gpus_of_each_generation_get_what_they_can_run(capability, attention, so
     attention_devices=dataclasses.replace(BACKENDS["cuda"].attention_devices, words="A"),
     softmax_devices=dataclasses.replace(BACKENDS["cuda"].softmax_devices, words="S"),
   )
-  Devices.others.cache_clear()
   q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    found = backend.attention_obstacle(q, q), backend.softmax_obstacle(q)
+  found = backend.attention_obstacle(q, q), backend.softmax_obstacle(q)
   assert [x is None for x in found] == [attention, softmax]
   assert backend.has_attention_device() == attention
-  assert len(caught) == (not attention) + (not softmax)
   if not attention:
     assert found[0] == f"the kernels are for A, and there are ('{capability}',)"
-  Devices.others.cache_clear()
+
+
+def test_a_gpu_without_kernels_leaves_them_to_the_others(monkeypatch):
+  old, hopper = (types.SimpleNamespace(compute_capability=x) for x in ("7.5", "9.0"))
+  monkeypatch.setattr(jax, "devices", lambda platform=None: [old, hopper])
+  backend = dataclasses.replace(BACKENDS["cuda"], module=types.SimpleNamespace(LEFT_OUT=""))
+  q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+  assert backend.attention_obstacle(q, q) is None
+  assert backend.softmax_obstacle(q) is None
+
+
+def test_attention_logs_once_why_it_takes_the_plain_path(monkeypatch, caplog):
+  monkeypatch.setattr(backends, "default_platform", lambda: "cuda")
+  monkeypatch.setitem(BACKENDS, "cuda", dataclasses.replace(BACKENDS["cuda"], max_head_dim=40))
+  backends._log_once.cache_clear()
+  q = jnp.zeros((16, 2, 48), jnp.bfloat16)
+  for length in (16, 8):
+    jax_magi.attention(q[:length], q, q, jax_magi.AttentionMask.full(length, 16))
+  (record,) = caplog.records
+  assert record.levelname == "WARNING" and record.name == "jax_magi"
+  assert "attention takes the plain path ('blockwise')" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+  ("change", "reason"),
+  [
+    ({}, None),
+    ({"dtype": jnp.float32}, "bfloat16 and float16, not float32"),
+    ({"dim": 264}, "head dims up to 256, not 264"),
+    ({"dim": 136, "bias": (1, 8, 8)}, "with a bias or ALiBi slopes .* up to 128"),
+    ({"bias": (1, 8, 8), "deterministic": True}, "no deterministic gradient of a bias"),
+  ],
+)
+def test_explanation_of_attention(change, reason, monkeypatch):
+  module = types.SimpleNamespace(LEFT_OUT="")
+  monkeypatch.setitem(BACKENDS, "cuda", dataclasses.replace(BACKENDS["cuda"], module=module))
+  options = dict(change)
+  q = jax.ShapeDtypeStruct((8, 2, options.pop("dim", 64)), options.pop("dtype", jnp.bfloat16))
+  if "bias" in options:
+    options["bias"] = jax.ShapeDtypeStruct(options["bias"], q.dtype)
+  explanation = jax_magi.explain_attention(q, q, q, **options)
+  assert explanation.implementation in BACKENDS
+  assert ("cuda" in explanation.native) == (reason is None)
+  assert reason is None or re.search(f"not on cuda: .*{reason}", str(explanation))
 
 
 def test_another_platform_has_no_kernels():

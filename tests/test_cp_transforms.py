@@ -230,3 +230,11 @@ def test_traced_dispatch_has_a_gradient():
 
   np.testing.assert_array_equal(fun(x, key), 2 * x)
   np.testing.assert_array_equal(jax.grad(lambda x: fun(x, key).sum())(x), np.full(91, 2.0))
+
+
+def test_lists_are_tokens():
+  key = jax_magi.magi_attn_varlen_key([0, 5, 8], cp_size=2)
+  tokens = list(range(8))
+  rows = jax_magi.dispatch(tokens, key)
+  np.testing.assert_array_equal(jax_magi.undispatch(rows.tolist(), key), tokens)
+  np.testing.assert_array_equal(jax_magi.roll(rows.tolist(), key), jax_magi.roll(rows, key))

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jax_magi
+from jax_magi._src.attention import ops
+from tests.arrays import normal
 
 
 def _inputs(q_len=40, k_len=40, batch=3, num_q_heads=4, num_kv_heads=2):
@@ -212,3 +214,46 @@ def test_bad_shapes_are_named():
     jax_magi.dot_product_attention(q, k[0], v)
   with pytest.raises(ValueError, match="value must have query's batch of 3, got 2"):
     jax_magi.dot_product_attention(q, k, v[:2])
+
+
+@pytest.mark.parametrize("kind", ["ids", "ids_without_batch", "lengths"])
+def test_known_documents_and_lengths_stay_known_under_jit(kind):
+  q = normal(1, 16, 2, 8)
+  split = np.array([1, 2, 1, 2] * 4, np.int32)
+  options = {
+    "ids": {"segment_ids": split[None], "max_segments": 2},
+    "ids_without_batch": {"segment_ids": split, "max_segments": 2},
+    "lengths": {"key_value_seq_lengths": np.array([5], np.int32)},
+  }[kind]
+  if kind == "ids_without_batch":
+    q = q[0]
+  fun = jax.jit(lambda q: jax_magi.dot_product_attention(q, q, q, **options))
+  if kind != "lengths":
+    with pytest.raises(ValueError, match="ids must keep each segment contiguous; 1 is not"):
+      fun(q)
+    options["segment_ids"] = np.sort(split, axis=-1).reshape(options["segment_ids"].shape)
+  seen = []
+  attend = ops.attention
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(ops, "attention", lambda config, *x: seen.append(config) or attend(config, *x))
+    fun(q)
+  assert seen[0].static_slices is not None
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+@pytest.mark.parametrize("number", [3, -1])
+def test_traced_documents_out_of_bounds_are_nan(number, implementation):
+  q = normal(3, 16, 2, 8)
+  ids = np.tile(np.repeat([1, 2], 8), (3, 1)).astype(np.int32)
+  bad = ids.copy()
+  bad[0, -1], bad[2] = number, number
+
+  def fun(q, ids):
+    return jax_magi.dot_product_attention(
+      q, q, q, segment_ids=ids, max_segments=2, return_residual=True, implementation=implementation
+    )
+
+  out, lse = jax.jit(fun)(q, bad)
+  expected, _ = fun(q, ids)
+  assert np.isnan(out[::2]).all() and np.isnan(lse[::2]).all()
+  np.testing.assert_allclose(out[1], expected[1], rtol=1e-5, atol=1e-6)

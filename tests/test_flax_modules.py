@@ -188,3 +188,47 @@ def test_what_is_not_supported_says_so():
     apply(params, x, sow_weights=True)
   with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum must be None"):
     _linen(flax_attention_fn, qk_attn_weights_einsum_cls=lambda: jnp.einsum)[0](params, x)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_masks_of_numbers_are_those_of_flax(dtype):
+  """`nn.make_causal_mask` makes float32 ones and zeros."""
+  x = np.random.default_rng(0).standard_normal((2, 8, 4, 8)).astype(np.float32)
+  mask = nn.make_causal_mask(np.ones((2, 8)), dtype=dtype)
+  out = flax_attention_fn(x, x, x, mask=mask)
+  np.testing.assert_allclose(out, flax_attention_fn(x, x, x, is_causal=True), atol=1e-6)
+
+
+def test_decode_mode_of_linen():
+  x = np.random.default_rng(0).standard_normal((2, 4, 16)).astype(np.float32)
+  outs = []
+  for attention_fn in (flax_attention_fn, nn.dot_product_attention):
+    module = nn.MultiHeadDotProductAttention(2, decode=True, attention_fn=attention_fn)
+    variables = module.init(jax.random.key(0), x)
+    params, cache = variables["params"], variables["cache"]
+    for i in range(x.shape[1]):
+      out, new = module.apply(
+        {"params": params, "cache": cache}, x[:, i : i + 1], mutable=["cache"]
+      )
+      cache = new["cache"]
+    outs.append(out)
+  np.testing.assert_allclose(*outs, atol=1e-5)
+
+
+def test_everything_of_a_batch_with_several_axes():
+  rng = np.random.default_rng(0)
+  q = rng.standard_normal((2, 3, 8, 4, 8)).astype(np.float32)
+  ids = np.sort(rng.integers(1, 3, (2, 3, 8)), axis=-1).astype(np.int32)
+  masks = [[AttentionMask.sliding_window(8, left=i + 3 * j) for i in range(3)] for j in range(2)]
+  slices = np.stack([[mask.slices for mask in row] for row in masks])
+  stacked = AttentionMask.tree_unflatten((8, 8), (slices,))
+  options = {"segment_ids": ids, "max_segments": 2, "key_value_seq_lengths": np.full((2, 3), 6)}
+  for mask in (masks, stacked):
+    out, lse = flax_attention_fn(q, q, q, mask=mask, return_residual=True, **options)
+    for i, j in np.ndindex(2, 3):
+      own = {**options, "segment_ids": ids[i, j], "key_value_seq_lengths": np.array([6])}
+      expected = jax_magi.dot_product_attention(
+        *(q[i, j],) * 3, mask=masks[i][j], return_residual=True, **own
+      )
+      np.testing.assert_allclose(out[i, j], expected[0], atol=1e-6)
+      np.testing.assert_allclose(lse[i, j], expected[1], atol=1e-6)

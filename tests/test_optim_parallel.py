@@ -43,6 +43,15 @@ def _mesh(**axes):
   return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
+def test_reduce_over_devices_keeps_dtypes():
+  x = {"a": normal(4, HEADS).astype(jnp.bfloat16), "b": normal(4, HEADS, seed=1)}
+  reduce = functools.partial(reduce_max_logits, axis_name="data")
+  found = jax.shard_map(reduce, mesh=_mesh(data=4), in_specs=P("data"), out_specs=P())(x)
+  for name, value in x.items():
+    assert found[name].dtype == value.dtype
+    np.testing.assert_array_equal(found[name], value.max(axis=0, keepdims=True))
+
+
 @pytest.mark.parametrize("device", range(4))
 def test_nan_on_one_device_is_not_lost(device):
   """XLA's maximum over devices drops NaN."""

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import overlap
 from jax_magi._src.overlap.hlo_text import num_bytes, parse
+from jax_magi._src.overlap.kinds import Kind, custom_call_kind
 from tests.cp_runs import make_mesh
 
 # What `python -m tests.gpu_program 2 8 2 two_level documents print` has printed, and the same with
@@ -344,3 +345,8 @@ def test_other_files_are_told_what_they_are(tmp_path, capsys, text, message):
     overlap.read_schedule(path)
   assert _run("--hlo", path) == 2
   assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["jax_magi_stand_in_start", "jax_magi_stand_in_done"])
+def test_what_stands_in_for_communication_is_communication(target):
+  assert custom_call_kind(target) == Kind.COMMUNICATION

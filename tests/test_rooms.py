@@ -29,7 +29,7 @@ PYTHON = {
   "context_parallel": {"arguments", "attention", "masks", "native", "optim", "transforms"},
   "softmax": {"arguments", "masks", "native", "transforms"},
   "attention": {"arguments", "masks", "native", "softmax_lse", "transforms"},
-  "optim": set(),
+  "optim": {"transforms"},
   "masks": {"arguments", "transforms"},
   "native": {"arguments", "transforms"},
   "transforms": set(),

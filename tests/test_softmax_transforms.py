@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_magi import AttentionMask, fused_scale_mask_softmax
+from jax_magi import AttentionMask, explain_softmax, fused_scale_mask_softmax
+from jax_magi._src.native import backends
 from tests.arrays import assert_trees_close
 
 _FORWARD = "jax_magi_softmax_forward"
@@ -292,36 +293,38 @@ def test_donated_input_may_be_used_again():
 
 def test_explanation_says_what_is_fused_and_where():
   x, mask, _, _ = _arrays()
-  y, explanation = fused_scale_mask_softmax(
-    x, mask, is_causal=True, window=(3, 0), offset="off-by-one", softmax_in_fp32=False, explain=True
+  explanation = explain_softmax(
+    x, mask, is_causal=True, window=(3, 0), offset="off-by-one", softmax_in_fp32=False
   )
-  assert y.shape == x.shape
   assert explanation.operation == ("scale + boolean mask + causal mask + window + offset + softmax")
-  assert "cpu" in explanation.native
+  assert "cpu" in explanation.native and explanation.implementation in ("cpu", "cuda")
   assert any("softmax_in_fp32=False" in note for note in explanation.notes)
   assert "native kernels on cpu" in str(explanation)
 
 
-def test_explanation_survives_jit():
-  x, _, bias, _ = _arrays()
-  _, explanation = jax.jit(functools.partial(fused_scale_mask_softmax, explain=True))(x, bias)
-  assert explanation.operation == "scale + additive mask + softmax"
+def test_explanation_needs_types_alone():
+  x, _, bias, (offset, *_) = _arrays()
+  types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, bias, offset)]
+  for scores, mask, logits in ((x, bias, offset), types):
+    explanation = explain_softmax(scores, mask, offset=logits, implementation="xla")
+    assert explanation.operation == "scale + additive mask + offset + softmax"
+    assert explanation.implementation == "xla" and explanation.native == ()
 
 
 def test_explanation_of_a_repeated_mask():
   x = np.zeros((2, 3, 4, 5, 6), np.float32)
   for shape, is_repeated in (((2, 1, 1, 5, 6), True), ((2, 3, 1, 5, 6), False), ((5, 6), False)):
-    notes = fused_scale_mask_softmax(x, np.ones(shape, bool), explain=True)[1].notes
+    notes = explain_softmax(x, np.ones(shape, bool)).notes
     assert any("repeated" in note for note in notes) == is_repeated
 
 
-def test_fallbacks_are_logged(caplog):
+def test_fallbacks_are_logged_once(caplog):
+  backends._log_once.cache_clear()
   with caplog.at_level(logging.DEBUG, logger="jax_magi"), jax.enable_x64(True):
-    fused_scale_mask_softmax(np.zeros((2, 3), np.float32))
-    fused_scale_mask_softmax(np.zeros((2, 3), np.float64))
-  quiet, loud = caplog.records
-  assert quiet.levelno == logging.DEBUG and loud.levelno == logging.WARNING
-  assert "not float64" in loud.getMessage()
+    for dtype in (np.float32, np.float64, np.float64):
+      fused_scale_mask_softmax(np.zeros((2, 3), dtype))
+  (record,) = caplog.records
+  assert record.levelno == logging.WARNING and "not float64" in record.getMessage()
 
 
 # --- Errors ---

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import re
+import time
 
 import jax
 import jax.export
@@ -256,14 +258,57 @@ def test_jit_keeps_batch_and_head_shardings(spec, num_kv_heads):
   assert_trees_close(got, _btnh(*arrays))
 
 
+@pytest.mark.parametrize(
+  ("num_kv_heads", "axes"),
+  [(1, "x"), (2, "x"), (2, ("a", "b")), (4, ("a", "b", "c"))],
+  ids=["mqa", "more_devices_than_kv_heads", "kv_heads_on_one_axis", "kv_heads_on_two_axes"],
+)
+def test_query_heads_stay_split_over_more_devices_than_kv_heads(num_kv_heads, axes):
+  names = tuple("abc") if axes != "x" else ("x",)
+  mesh = _mesh(AxisType.Auto, (2, 2, 2) if axes != "x" else (4,), names)
+  arrays = _batch(num_kv_heads=num_kv_heads)
+  shardings = [NamedSharding(mesh, P(None, None, axes)), *[NamedSharding(mesh, P())] * 2]
+  sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
+  compiled = jax.jit(_btnh).lower(*sharded).compile()
+  # Nothing with the size of q crosses devices.
+  assert not re.search(r"\[4,64,8,16\]\S* (all-|collective-)", compiled.as_text())
+  got = compiled(*sharded)
+  assert got[0].sharding.is_equivalent_to(shardings[0], 4)
+  assert_trees_close(got, _btnh(*arrays))
+
+
 @pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, None, "x"), P(None, None, "x")])
 def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
-  # Two kv heads over four devices, sequences, head dims: gathered, not wrong.
-  arrays = _batch(num_kv_heads=2)
+  # Twelve query heads for three kv heads over four devices, sequences, head dims: gathered.
+  arrays = _batch(num_q_heads=12, num_kv_heads=3)
   mesh = _mesh(AxisType.Auto)
   shardings = [NamedSharding(mesh, spec), *[NamedSharding(mesh, P())] * 2]
   sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
   assert_trees_close(jax.jit(_btnh)(*sharded), _btnh(*arrays))
+
+
+@pytest.mark.usefixtures("without_kept_programs")
+@pytest.mark.parametrize(
+  "spec", [P(("c", "a"), None, "b"), P("b", "a", "c"), P(None, "b", ("a", "c"))], ids=str
+)
+def test_shardings_are_kept_on_meshes_with_many_axes(spec):
+  """And in a time that does not grow with them: trainers have a dozen axes, most of them of 1."""
+  arrays = _batch(length=32)
+
+  def time_to_compile(num_axes):
+    names = tuple("abcdefghijkl"[:num_axes])
+    mesh = _mesh(AxisType.Auto, (2,) * 3 + (1,) * (num_axes - 3), names)
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+    begin = time.process_time()
+    compiled = jax.jit(lambda *x: jax_magi.dot_product_attention(*x)).lower(*sharded).compile()
+    seconds = time.process_time() - begin
+    assert_trees_close(compiled(*sharded), jax_magi.dot_product_attention(*arrays))
+    kept = NamedSharding(mesh, P(spec[0], None, spec[2]))
+    assert compiled.output_shardings.is_equivalent_to(kept, 4)
+    return seconds
+
+  few, many = (min(time_to_compile(n) for _ in range(2)) for n in (3, 12))
+  assert many < 2 * few
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +149,5 @@ def _choice(
   if backend is None:
     reason: str | None = f"there are kernels for {' and '.join(BACKENDS)} alone"
   else:
-    with warnings.catch_warnings():  # Of GPUs of another generation: that is the reason, then.
-      warnings.simplefilter("ignore")
-      reason = obstacle(backend, *shapes)
+    reason = obstacle(backend, *shapes)
   return Choice(functions, operands, plain if reason else platform_name, reason)

@@ -7,10 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import ops
-from jax_magi._src.transforms.sharding import has_explicit_axes, with_auto_axes
 from jax_magi._src.transforms.staging import is_staged
 from jax_magi._src.transforms.varying import vary_together
 
@@ -28,16 +26,8 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink, *, bias=None, ali
   terms = {"bias": bias, "alibi_slopes": alibi_slopes}
   names = [name for name, x in terms.items() if x is not None]
   operands = vary_together(q, k, v, slices, sink, *(terms[name] for name in names))
-
-  def op(*operands):
-    return ops.attention(config, *operands[:5], dict(zip(names, operands[5:], strict=True)))
-
-  def out_specs(axes):
-    batch, _, heads, _ = axes
-    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
-
-  like = next((x for x in (q, k, v) if has_explicit_axes(x)), q)  # Some may be on no mesh.
-  out, lse, max_logits = with_auto_axes(op, like, out_specs)(*operands)
+  given = dict(zip(names, operands[5:], strict=True))
+  out, lse, max_logits = ops.attention(config, *operands[:5], given)
   return out, lse, lax.stop_gradient(max_logits)
 
 

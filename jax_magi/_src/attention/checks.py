@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_no_symbols, check_number
-from jax_magi._src.attention.ops import AttentionConfig
+from jax_magi._src.attention.ops import PLAIN, AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.native.backends import check_implementation, num_multiprocessors
 from jax_magi._src.softmax_lse import softmax_lse
@@ -191,11 +191,15 @@ def make_config(
       f"softcap must be 0 or in [{_SMALLEST_SOFTCAP}, {_LARGEST_SOFTCAP}], got {softcap}"
     )
   sm_margin = check_sm_margin("sm_margin", sm_margin)
-  if implementation == "xla":  # As jax.nn.dot_product_attention calls the plain path.
-    implementation = "blockwise"
-  check_implementation(implementation, "blockwise", lambda b: b.attention_obstacle(q, v))
+  implementation = plain_as(implementation)
+  check_implementation(implementation, PLAIN, lambda b: b.attention_obstacle(q, v))
   deterministic = check_flag("deterministic", deterministic)
   return AttentionConfig(scale, cap, deterministic, sm_margin, implementation)
+
+
+def plain_as(implementation: Any) -> Any:
+  """Our name of the plain path, which `jax.nn.dot_product_attention` calls "xla"."""
+  return PLAIN if isinstance(implementation, str) and implementation == "xla" else implementation
 
 
 def check_sm_margin(name: str, sm_margin: Any) -> int:

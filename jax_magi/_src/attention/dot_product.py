@@ -12,7 +12,7 @@ from jax_magi._src.arguments import check_flag, has_symbols
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import attend
-from jax_magi._src.attention.visibility import hidden_by_bias, visible_slices
+from jax_magi._src.attention.visibility import hidden_by_bias, poisoned_rows, visible_slices
 from jax_magi._src.masks.windows import band_around, window_band
 
 
@@ -76,7 +76,9 @@ def dot_product_attention(
     return_residual: whether to return (out, lse).
     segment_ids: int32 `[batch, q_len]`, documents packed one after the other; 0 is padding.
     kv_segment_ids: int32 `[batch, k_len]`; None is `segment_ids`.
-    max_segments: static bound on the document numbers, needed with `segment_ids`.
+    max_segments: static bound on the document numbers, needed with `segment_ids`. Numbers that are
+      known and outside 0 .. max_segments are an error; where they are traced, all results of that
+      row of the batch are NaN.
     softcap: as in `attention`.
     sink: as in `attention`.
     alibi_slopes: as in `attention`, or `[batch, num_q_heads]`.
@@ -145,6 +147,10 @@ def dot_product_attention(
     max_segments,
     mask,
   )
+  is_poisoned = poisoned_rows({"q": segment_ids, "k": kv_segment_ids}, max_segments)
+  if is_poisoned is not None:
+    # A sink that is NaN makes all of a row so, and costs no pass over the output.
+    sink = sink + jnp.where(is_poisoned, np.float32(np.nan), np.float32(0))[:, None]
   bias = checks.check_bias(bias, shape, q.dtype)
   if dense is not None:
     bias = hidden_by_bias(dense, bias, k.shape[1], q.dtype)

@@ -7,9 +7,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention.dot_product import dot_product_attention
 from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.transforms.explicit import fold_leading, reshaped, spec_of
+
+# Arguments of `dot_product_attention` with one entry, or one row, for each row of the batch.
+_OF_BATCH = {
+  "query_seq_lengths",
+  "key_value_seq_lengths",
+  "segment_ids",
+  "kv_segment_ids",
+  "alibi_slopes",
+}
 
 
 def flax_attention_fn(
@@ -31,7 +43,7 @@ def flax_attention_fn(
   qk_attn_weights_einsum: Any = None,
   attn_weights_value_einsum: Any = None,
   **options: Any,
-) -> jax.Array:
+) -> Any:
   """For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
   What a module's caller gives as `mask` arrives here, so an `AttentionMask` may be given there.
@@ -43,7 +55,8 @@ def flax_attention_fn(
     key: `[batch..., k_len, num_kv_heads, head_dim]`.
     value: `[batch..., k_len, num_kv_heads, value_dim]`.
     bias: as in `dot_product_attention`.
-    mask: as in `dot_product_attention`.
+    mask: as in `dot_product_attention`, or numbers, as `flax.linen.make_causal_mask` makes them:
+      all but 0 are visible. With several batch axes, masks for each row may be nested lists.
     broadcast_dropout: no matter, as there is no dropout.
     dropout_rng: likewise.
     dropout_rate: must be 0, unless Flax's `deterministic` is True: attention dropout is not
@@ -58,9 +71,11 @@ def flax_attention_fn(
     qk_attn_weights_einsum: must be None.
     attn_weights_value_einsum: must be None.
     **options: more arguments of `dot_product_attention`, such as `local_window_size` and `softcap`.
+      Those with a batch have that of the query.
 
   Returns:
-    out `[batch..., q_len, num_q_heads, value_dim]`.
+    out `[batch..., q_len, num_q_heads, value_dim]`; or what `dot_product_attention` returns with
+    `return_residual` or `return_meta`, with these batch axes.
   """
   del broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
   if dropout_rate and not deterministic:
@@ -82,19 +97,39 @@ def flax_attention_fn(
       raise NotImplementedError(f"{name} must be None: the kernels have products of their own")
   dtype = jnp.result_type(query, key, value) if dtype is None else dtype
   q, k, v = (x.astype(dtype) for x in (query, key, value))
+  if hasattr(mask, "dtype") and jnp.issubdtype(mask.dtype, jnp.number):
+    mask = mask != 0
   batch = query.shape[:-3]
-  if len(batch) > 1:
-    q, k, v = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (q, k, v))
-    bias, mask = (_fold(x, batch) for x in (bias, mask))
-  out = dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
-  return out.reshape(*query.shape[:-1], value.shape[-1])
+  if len(batch) <= 1:
+    return dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
+  q, k, v = (fold_leading(x, len(batch)) for x in (q, k, v))
+  bias, mask = (_fold_pairs(x, batch) for x in (bias, mask))
+  for name in _OF_BATCH.intersection(options):
+    options[name] = _fold_rows(options[name], batch)
+  results = dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
+  batch_axes = spec_of(query)[: len(batch)]
+
+  def unfold(x):
+    return reshaped(x, (*batch, *x.shape[1:]), P(*batch_axes, *spec_of(x)[1:]))
+
+  return jax.tree.map(unfold, results)
 
 
-def _fold(x: Any, batch: tuple[int, ...]) -> Any:
-  """An array over all pairs, with one batch axis in the place of several."""
-  if x is None or isinstance(x, AttentionMask) or x.ndim <= 3:
+def _fold_rows(x: Any, batch: tuple[int, ...]) -> Any:
+  """What has the batch, or none of it, with one batch axis in the place of several."""
+  x = x if x is None or hasattr(x, "ndim") else np.asarray(x)
+  return fold_leading(x, len(batch)) if x is not None and x.shape[: len(batch)] == batch else x
+
+
+def _fold_pairs(x: Any, batch: tuple[int, ...]) -> Any:
+  """An array over all pairs, or masks, with one batch axis in the place of several."""
+  if isinstance(x, AttentionMask):
+    return AttentionMask.tree_unflatten((x.q_len, x.k_len), (_fold_rows(x.slices, batch),))
+  if isinstance(x, (list, tuple)):
+    return jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, AttentionMask))
+  if x is None or x.ndim <= 3:
     return x
   leading = (1,) * (len(batch) + 3 - x.ndim) + x.shape[:-3]
   if math.prod(leading) == 1:
     return x.reshape(1, *x.shape[-3:])
-  return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
+  return fold_leading(jnp.broadcast_to(x, (*batch, *x.shape[-3:])), len(batch))

@@ -12,15 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import blockwise
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import BACKENDS, Backend, check_implementation
+from jax_magi._src.native.backends import (
+  BACKENDS,
+  Backend,
+  check_implementation,
+  log_fallback,
+)
+from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 from jax_magi._src.transforms.varying import vary_like
 
+# The name of the path in plain JAX.
+PLAIN = "blockwise"
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 # Optional operands, in the order of the kernels: what is added to the scaled logits.
@@ -48,7 +57,20 @@ def attention(config: AttentionConfig, q, k, v, slices, sink, terms):
 
   `terms` are the optional operands of `forward` that there are, by name.
   """
-  return forward(config, q, k, v, slices, sink, **terms)
+  return _forward_on_mesh(config, None, q, k, v, slices, sink, terms)
+
+
+def _forward_on_mesh(config, out_dtype, *operands):
+  """`forward` for operands that may lie on Explicit axes."""
+
+  def fun(q, k, v, slices, sink, terms):
+    return forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
+
+  def out_specs():
+    batch, _, heads, _ = spec_of(*operands[:3])
+    return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
+
+  return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
 def _attention_fwd(config, *operands):
@@ -60,7 +82,7 @@ def _attention_fwd(config, *operands):
   # and the keys that matter to it: delta is then made of an `out` that is not rounded.
   needs_float32 = "alibi_slopes" in wanted and q.dtype.itemsize < 4
   out_dtype = np.float32 if needs_float32 else None
-  out, lse, max_logits = forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
+  out, lse, max_logits = _forward_on_mesh(config, out_dtype, q, k, v, slices, sink, terms)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
   out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
   residuals = (q, k, v, slices, sink, terms, wanted, out, lse)
@@ -70,13 +92,20 @@ def _attention_fwd(config, *operands):
 def _attention_bwd(config, residuals, cotangents):
   q, k, v, slices, sink, terms, wanted, out, lse = residuals
   dout, dlse, _ = map(_instantiated, cotangents, (out, lse, lse))
-  row_delta = delta(out, lse, dout, dlse)
-  dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
   config, slices = _grouped_by_keys(config, slices)
   wants = tuple(name for name in TERMS if name in wanted)
-  dq, dk, dv, *dterms = backward(
-    config, q, k, v, dout, lse, row_delta, slices, **terms, wants=wants
-  )
+
+  def fun(q, k, v, slices, sink, terms, out, lse, dout, dlse):
+    row_delta = delta(out, lse, dout, dlse)
+    dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
+    gradients = backward(config, q, k, v, dout, lse, row_delta, slices, **terms, wants=wants)
+    return (dsink, *gradients)
+
+  def out_specs():
+    return tuple(map(spec_of, (sink, q, k, v, *(terms[name] for name in wants))))
+
+  operands = (q, k, v, slices, sink, terms, out, lse, dout, dlse)
+  dsink, dq, dk, dv, *dterms = with_auto_axes(fun, operands, out_specs)(*operands)
   gradients = dict(zip(wants, dterms, strict=True))
   return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
 
@@ -320,7 +349,9 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
       bias_in_order=named["bias"] if is_in_order else None,
     )
     # Besides what was checked with the arguments, before it was known which gradients are wanted.
-    check_implementation(config.implementation, "blockwise", check)
+    check_implementation(config.implementation, PLAIN, check)
+    if config.implementation is None:
+      log_fallback("attention", PLAIN, check)
     return {platform: fun for platform, fun in natives.items() if check(BACKENDS[platform]) is None}
 
   # A gradient is one for each mapped element, and so is then the operand.
@@ -330,10 +361,15 @@ def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callabl
     config.implementation,
     usable,
     lambda *operands: plain(**dict(zip(call.operands, operands, strict=True))),
-    plain_name="blockwise",
+    plain_name=PLAIN,
     shared=tuple(map(call.operands.index, shared)),
     summed={num_others + i: call.operands.index(name) for i, name in enumerate(call.wants)},
   )
+
+
+def _group(q, k) -> int:
+  """Query heads that share a kv head."""
+  return q.shape[2] // k.shape[2]
 
 
 def _on_backend(
@@ -344,7 +380,11 @@ def _on_backend(
     names = (*call.operands, "tile_list")
 
     def by_name(*arrays):
-      return kernel(**dict(zip(names, arrays, strict=True)), **options)
+      named = dict(zip(names, arrays, strict=True))
+      if _group(named["q"], named["k"]) != _group(*operands[:2]):
+        # A device with part of a group's heads may want other tiles than those of the list.
+        return kernel(**{**named, "tile_list": jnp.zeros(0, np.int32)})
+      return kernel(**named, **options)
 
     letters = [_LETTERS[name] for name in call.operands]
     return keep_batch_and_heads(by_name, [*letters, "t"], list(call.results))(*operands, tile_list)

@@ -15,6 +15,7 @@ from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
+from jax_magi._src.transforms.explicit import merged_spec, with_auto_axes
 
 # A concrete boolean mask becomes slices if these are no more than this, or than q_len divided by
 # that. With more of them, tiles of the kernels would be mostly edges.
@@ -58,10 +59,15 @@ def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
   It is as large as what both of them are broadcast to.
   """
   visible = jnp.asarray(visible)
-  bias = jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias
+  bias = np.zeros((1, 1, 1, 1), dtype) if bias is None else bias
   shape = jnp.broadcast_shapes(visible.shape, bias.shape, (1, 1, 1, k_len))
-  hidden = jnp.full((1, 1, 1, 1), -np.inf, bias.dtype)
-  return jnp.where(*(jnp.broadcast_to(x, shape) for x in (visible, bias, hidden)))
+  hidden = np.full((1, 1, 1, 1), -np.inf, bias.dtype)
+
+  def fun(*arrays):
+    return jnp.where(*(jnp.broadcast_to(x, shape) for x in arrays))
+
+  operands = (visible, bias, hidden)
+  return with_auto_axes(fun, operands, lambda: merged_spec(visible, bias))(*operands)
 
 
 def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]):
@@ -77,7 +83,9 @@ def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: 
     ("query_seq_lengths", 1, q_len),
     ("key_value_seq_lengths", 3, k_len),
   ):
-    end = jnp.clip(given.get(name, np.array([length], np.int32)), 0, length)
+    end = given.get(name, np.array([length], np.int32))
+    # By numpy where they are known: under jit, jnp would make tracers of them.
+    end = (np if isinstance(end, np.ndarray) else jnp).clip(end, 0, length)
     slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[None, None, column]
   return slices
 
@@ -86,7 +94,7 @@ def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_s
   """One slice for each document; None if there are no documents."""
   batch, q_len, k_len = sizes
   given = {
-    name: as_int32(name, x if np.ndim(x) == 2 else jnp.asarray(x)[None], (batch, length))
+    name: as_int32(name, _with_batch(x), (batch, length))
     for (name, x), length in zip(segments.items(), (q_len, k_len), strict=True)
     if x is not None
   }
@@ -107,7 +115,27 @@ def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_s
   if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
     slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
     return slices.reshape(batch, max_segments, 6)
-  return jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+  slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
+  # Rows of the batch that are poisoned see everything, so that every token shows it.
+  everything = np.zeros((1, max_segments, 6), np.int32)
+  everything[:, :1] = [0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]
+  is_poisoned = poisoned_rows(segments, max_segments).astype(np.int32)[:, None, None]
+  return slices * (1 - is_poisoned) + everything * is_poisoned
+
+
+def poisoned_rows(segments: dict[str, Any], max_segments: Any) -> Any:
+  """bool `[batch]`: where traced document numbers are out of bounds; None if all are known."""
+  traced = [_with_batch(x) for x in segments.values() if x is not None and concrete(x) is None]
+  if not traced:
+    return None
+  return functools.reduce(jnp.logical_or, [((x < 0) | (x > max_segments)).any(1) for x in traced])
+
+
+def _with_batch(ids: Any) -> Any:
+  """Document numbers of a batch, by numpy where they are known."""
+  known = concrete(ids)
+  ids = ids if known is None else known
+  return ids[None] if ids.ndim == 1 else ids
 
 
 def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]:

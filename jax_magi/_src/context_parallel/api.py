@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.arguments import check_flag
@@ -30,6 +29,7 @@ from jax_magi._src.context_parallel.key import (
 from jax_magi._src.context_parallel.nodes import check_ranks_per_node
 from jax_magi._src.context_parallel.ops import RankConfig, rank_attention
 from jax_magi._src.context_parallel.sm_margins import sm_margins
+from jax_magi._src.transforms.explicit import split_over
 from jax_magi._src.transforms.varying import vary_together
 
 
@@ -195,11 +195,11 @@ def context_parallel_attention(
   sink_spec = P() if sink is None else P(*[None] * (np.ndim(sink) - 1), head_axis)
   meta = AttnForwardMeta(rows, P(*batch, head_axis) if return_max_logits else None)  # type: ignore[arg-type]
   operands, in_specs = (q, k, v, key, sink), (rows, rows, rows, key_spec, sink_spec)
-  if AxisType.Explicit in mesh.axis_types:  # Where shard_map moves nothing by itself.
-    operands = tuple(
-      jax.tree.map(lambda x, s=spec: reshard(jnp.asarray(x), NamedSharding(mesh, s)), operand)
-      for operand, spec in zip(operands, in_specs, strict=True)
-    )
+  # Over Explicit axes, shard_map moves nothing by itself.
+  operands = tuple(
+    jax.tree.map(lambda x, s=spec: split_over(x, mesh, s), operand)
+    for operand, spec in zip(operands, in_specs, strict=True)
+  )
   return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, meta))(*operands)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jax_magi._src.arguments import check_choice, check_position
 from jax_magi._src.context_parallel.key import DistAttnKey, check_key, check_one_key
+from jax_magi._src.transforms.explicit import resized_spec, with_auto_axes
 
 
 def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -> Any:
@@ -32,22 +36,31 @@ def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -
   xp = _library(x, chunks)
   padding = chunks.size * chunk_size - length
   widths = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
-  padded = xp.pad(x, widths, constant_values=pad_value) if padding else x
-  blocks = padded.reshape(chunks.size, chunk_size, *x.shape[1:])
-  return xp.take(blocks, chunks.reshape(-1), axis=0).reshape(padded.shape)
+
+  def fun(x, chunks):
+    padded = xp.pad(x, widths, constant_values=pad_value) if padding else x
+    blocks = padded.reshape(chunks.size, chunk_size, *x.shape[1:])
+    return xp.take(blocks, chunks.reshape(-1), axis=0).reshape(padded.shape)
+
+  return _on_mesh(fun, x, chunks, chunks.size * chunk_size)
 
 
 def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
   """The inverse of `dispatch`: `[cp_size * local, ...]` to `[length, ...]`."""
   chunks, length, chunk_size = _side(key, role)
   chunks = _all_ranks(chunks, key, "undispatch")
+  x = x if hasattr(x, "ndim") else np.asarray(x)
   if x.ndim == 0 or x.shape[0] != chunks.size * chunk_size:
     raise ValueError(
       f"x must have the {chunks.size * chunk_size} rows of all ranks, got {list(x.shape)}"
     )
   xp = _library(x, chunks)
-  blocks = x.reshape(chunks.size, chunk_size, *x.shape[1:])
-  return xp.take(blocks, xp.argsort(chunks.reshape(-1)), axis=0).reshape(x.shape)[:length]
+
+  def fun(x, chunks):
+    blocks = x.reshape(chunks.size, chunk_size, *x.shape[1:])
+    return xp.take(blocks, xp.argsort(chunks.reshape(-1)), axis=0).reshape(x.shape)[:length]
+
+  return _on_mesh(fun, x, chunks, length)
 
 
 def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
@@ -79,9 +92,14 @@ def roll(
   """
   chunks, length, chunk_size = _side(key, role)
   shift = check_position("shift", shift)
+  x = x if hasattr(x, "ndim") else np.asarray(x)
   if chunks.shape[0] == key.spec.cp_size and x.shape[0] == chunks.size * chunk_size:
     xp = _library(x, chunks)
-    return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
+
+    def fun(x, key):
+      return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
+
+    return _on_mesh(fun, x, key, x.shape[0])
   if abs(shift) > min(chunk_size, length):
     raise ValueError(f"shift must be at most a chunk of {chunk_size} tokens, got {shift}")
   if chunks.shape[0] != 1:
@@ -94,6 +112,13 @@ def roll(
       f"x must have the {chunks.size * chunk_size} rows of a rank, got {list(x.shape)}"
     )
   check_axis("roll", key, axis_name)
+  fun = functools.partial(_roll_local, shift=shift, axis_name=axis_name, role=role)
+  return _on_mesh(fun, x, key, x.shape[0])
+
+
+def _roll_local(x: Any, key: DistAttnKey, *, shift: int, axis_name: str, role: str) -> Any:
+  """`roll` of a rank's rows."""
+  chunks, length, chunk_size = _side(key, role)
   # The rows that neighbours ask for: the first ones of each chunk, or its last tokens.
   blocks = x.reshape(chunks.shape[1], chunk_size, *x.shape[1:])
   begins = chunks[0] * chunk_size
@@ -132,6 +157,13 @@ def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
       f"the key is for cp_size={key.spec.cp_size}, but the mesh axis {axis_name!r} has size {size}"
     )
   return size
+
+
+def _on_mesh(fun: Callable, x: Any, key: Any, length: int) -> Any:
+  """`fun(x, key)`, of this length, for arrays that may be split over Explicit axes."""
+  if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, key))):
+    return fun(x, key)
+  return with_auto_axes(fun, (x, key), lambda: resized_spec(x, length))(x, key)
 
 
 def _library(*arrays: Any) -> Any:

@@ -116,6 +116,7 @@ def magi_attn_varlen_key(
   *,
   causal: bool = False,
   total_seqlen: int | None = None,
+  total_seqlen_k: int | None = None,
   cp_size: int,
   **options: Any,
 ) -> DistAttnKey:
@@ -126,11 +127,16 @@ def magi_attn_varlen_key(
     cu_seqlens_k: likewise, of the keys; None is those of the queries.
     causal: whether tokens see only those before them.
     total_seqlen: number of tokens, if there are more than those of the documents.
+    total_seqlen_k: number of keys, likewise; None is `total_seqlen` where documents have as many
+      keys as queries, and else those of the documents.
     cp_size: number of ranks.
     **options: as in `magi_attn_flex_key`.
   """
+  k_len = total_seqlen_k
+  if k_len is None and (cu_seqlens_k is None or np.array_equal(cu_seqlens_q, cu_seqlens_k)):
+    k_len = total_seqlen
   mask = AttentionMask.from_cu_seqlens(
-    cu_seqlens_q, cu_seqlens_k, causal=causal, q_len=total_seqlen
+    cu_seqlens_q, cu_seqlens_k, causal=causal, q_len=total_seqlen, k_len=k_len
   )
   return magi_attn_flex_key(mask, cp_size=cp_size, **options)
 

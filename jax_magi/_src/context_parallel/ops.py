@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
@@ -25,6 +26,7 @@ from jax_magi._src.context_parallel.schedule import (
   steps_of,
 )
 from jax_magi._src.optim.statistics import reduce_max_logits
+from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,24 @@ def rank_attention(config: RankConfig, q, k, v, key: DistAttnKey, sink):
     out `[q_local, num_q_heads, value_dim]` in q's dtype, lse `[q_local, num_q_heads]`, and
     max_logits `[num_q_heads]` of these queries, or of all ranks'.
   """
-  return _forward(config, q, k, v, key, sink)[0]
+  return _forward_on_mesh(config, q, k, v, key, sink)[0]
+
+
+def _forward_on_mesh(config: RankConfig, *operands):
+  """`_forward` for heads that may be split over Explicit axes, and stages only if they are kept."""
+  q, k, _, key, _ = operands
+
+  def fun(*operands):
+    results, stages = _forward(config, *operands)
+    return results, stages if config.keep_remote_kv else None
+
+  def out_specs():
+    (_, q_heads, _), (_, kv_heads, _) = spec_of(q), spec_of(k)
+    kept = {stage: (P(None, kv_heads),) * 2 for stage in range(key.spec.overlap_degree + 1)}
+    results = P(None, q_heads), P(None, q_heads), P(q_heads)
+    return results, kept if config.keep_remote_kv else None
+
+  return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
 def _forward(config: RankConfig, q, k, v, key, sink):
@@ -125,15 +144,24 @@ def _arrive(step, transfers, parts, arrived, stages, k, v):
 
 
 def _rank_attention_fwd(config: RankConfig, q, k, v, key, sink):
-  (out, lse, max_logits), stages = _forward(config, q, k, v, key, sink)
+  (out, lse, max_logits), kept = _forward_on_mesh(config, q, k, v, key, sink)
   out, lse = map(checkpoint_name, (out, lse), ops.CHECKPOINT_NAMES)
-  kept = stages if config.keep_remote_kv else None
   return (out, lse, max_logits), (q, k, v, key, sink, out, lse, kept)
 
 
 def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
-  q, k, v, key, sink, out, lse, kept = residuals
-  dout, dlse, _ = cotangents
+  q, k, v, _, sink, *_ = residuals
+  operands = (*residuals, *cotangents[:2])
+
+  def out_specs():
+    return tuple(map(spec_of, (q, k, v, sink)))
+
+  fun = functools.partial(_backward, config)
+  dq, dk, dv, dsink = with_auto_axes(fun, operands, out_specs)(*operands)
+  return dq, dk, dv, None, dsink
+
+
+def _backward(config: RankConfig, q, k, v, key, sink, out, lse, kept, dout, dlse):
   # Of all keys, whichever rank they came from.
   row_delta = ops.delta(out, lse, dout, dlse)
   dsink = -jnp.sum(ops.sink_probability(sink[None], lse[None])[0] * row_delta, axis=0)
@@ -152,7 +180,7 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
     dq, dk_dv = _staged_backward(config, queries, k, v, dq, key, transfers, kept)
   dq = finished_dq(config.backward, dq, q[None], v[None], q.dtype)[0]
   dk, dv = _parted(dk_dv, k, v)
-  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, dsink
+  return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsink
 
 
 def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept):

@@ -21,7 +21,7 @@ from jax_magi._src.arguments import (
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.slices import UNBOUNDED, check_ranges, segment_bounds
 from jax_magi._src.masks.windows import Edge, band_around, sizes_band, window_band
-from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.transforms.explicit import unsplit, with_auto_axes
 
 
 class MaskType(enum.IntFlag):
@@ -107,11 +107,11 @@ class MaskConstructors:
       q_len: number of queries; may be left out for concrete ranges (the largest end).
       k_len: number of keys, likewise.
     """
-    q_ranges = as_int32("q_ranges", q_ranges, ("n", 2))
-    k_ranges = as_int32("k_ranges", k_ranges, (q_ranges.shape[0], 2))
+    q_ranges = unsplit(as_int32("q_ranges", q_ranges, ("n", 2)))
+    k_ranges = unsplit(as_int32("k_ranges", k_ranges, (q_ranges.shape[0], 2)))
     if attn_type_map is None:
       attn_type_map = np.zeros(q_ranges.shape[0], np.int32)
-    types = as_int32("attn_type_map", attn_type_map, (q_ranges.shape[0],))
+    types = unsplit(as_int32("attn_type_map", attn_type_map, (q_ranges.shape[0],)))
     q_len = _length_or_largest("q_len", q_len, q_ranges)
     k_len = _length_or_largest("k_len", k_len, k_ranges)
     if isinstance(types, np.ndarray) and ((types < 0) | (types > 3)).any():
@@ -170,11 +170,11 @@ class MaskConstructors:
     `align` says which is a query's own key where a document's queries and keys are not as many: see
     `sliding_window`.
     """
-    cu_q = as_int32("cu_seqlens_q", cu_seqlens_q, ("num_documents + 1",))
+    cu_q = unsplit(as_int32("cu_seqlens_q", cu_seqlens_q, ("num_documents + 1",)))
     if cu_seqlens_k is None:
       cu_k, k_len = cu_q, q_len if k_len is None else k_len
     else:
-      cu_k = as_int32("cu_seqlens_k", cu_seqlens_k, cu_q.shape)
+      cu_k = unsplit(as_int32("cu_seqlens_k", cu_seqlens_k, cu_q.shape))
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
       if cu.shape[0] == 0:
         raise ValueError(f"{name} must begin with 0, got no entries")
@@ -212,7 +212,8 @@ class MaskConstructors:
 
     Args:
       ids: int `[q_len]` in 0 .. max_segments; 0 is padding, which sees nothing.
-      max_segments: the number of slices (static).
+      max_segments: the number of slices (static). Traced ids above it cannot be an error, and a
+        mask cannot carry one: `dot_product_attention(segment_ids=)` makes results NaN instead.
       kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
       causal: keys after the query's own are hidden, inside each document.
       window: (left, right), as in `sliding_window`, inside each document.
@@ -231,8 +232,8 @@ class MaskConstructors:
     def slices(ids, key_ids):
       return _segment_slices(ids, key_ids, max_segments, band, is_top_left)
 
-    if not isinstance(ids, np.ndarray):
-      slices = with_auto_axes(slices, ids, lambda _: P())
+    if not (isinstance(ids, np.ndarray) and isinstance(key_ids, np.ndarray)):
+      slices = with_auto_axes(slices, (ids, key_ids), P)
     return cls(slices(ids, key_ids), ids.shape[0], key_ids.shape[0])
 
   @classmethod

@@ -27,6 +27,7 @@ from jax_magi._src.masks.slices import (
   visible,
 )
 from jax_magi._src.masks.words import describe_slices
+from jax_magi._src.transforms.explicit import unsplit
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -62,7 +63,7 @@ class AttentionMask(MaskConstructors):
     set_field = object.__setattr__  # The class is frozen for its users.
     set_field(self, "q_len", check_length("q_len", self.q_len))
     set_field(self, "k_len", check_length("k_len", self.k_len))
-    slices = as_int32("slices", self.slices, ("num_slices", 6))
+    slices = unsplit(as_int32("slices", self.slices, ("num_slices", 6)))
     if isinstance(slices, np.ndarray):
       check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
       check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)

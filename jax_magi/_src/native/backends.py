@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import warnings
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -39,23 +39,27 @@ class Devices:
       return True
     return (major, minor) == self.least if self.is_exact else (major, minor) >= self.least
 
-  @functools.cache  # noqa: B019 (there are as many as lines below)
-  def others(self, platform: str) -> tuple[str, ...]:
-    """What GPUs are there that are not among them. Without any GPU, we may be exporting."""
-    if self.least is None:
-      return ()
-    try:
-      found = {d.compute_capability for d in jax.devices(platform)}
-    except RuntimeError:
-      return ()
-    others = tuple(sorted(x for x in found if not self.has(x)))
-    if others:
-      warnings.warn(
-        f"jax_magi has kernels for {self.words}, and there are {others}: plain JAX is used "
-        "instead, which is slower",
-        stacklevel=2,
-      )
-    return others
+  def obstacle(self, platform: str) -> str | None:
+    """Why kernels for these devices cannot be used here; None if they can.
+
+    Some GPU must be among them: which of several a program will run on is not known when it is
+    traced. Without any GPU, we may be exporting.
+    """
+    found = () if self.least is None else _compute_capabilities(platform)
+    if not found or any(map(self.has, found)):
+      return None
+    return f"the kernels are for {self.words}, and there are {found}"
+
+
+def _compute_capabilities(platform: str) -> tuple[str, ...]:
+  """Those of the default device, if it is a GPU that was chosen, or else of all GPUs."""
+  chosen = getattr(getattr(jax.default_device, "value", None), "compute_capability", None)
+  if chosen is not None:
+    return (chosen,)
+  try:
+    return tuple(sorted({d.compute_capability for d in jax.devices(platform)}))
+  except RuntimeError:
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +149,7 @@ class Backend:
   def _device_obstacle(self, devices: Devices) -> str | None:
     if self.module is None:
       return "this build of jax_magi has no kernels for it"
-    others = devices.others(self.platform)
-    return f"the kernels are for {devices.words}, and there are {others}" if others else None
+    return devices.obstacle(self.platform)
 
   def _build_obstacle(self, q: Any, dims: tuple[int, int], has_terms: bool) -> str | None:
     """Of a build with some of the kernels: whether those for these dims are among them."""
@@ -228,6 +231,22 @@ def check_implementation(
       f"implementation={implementation!r} cannot be used: {reason}; "
       f"implementation=None or {plain!r} takes everything"
     )
+
+
+def log_fallback(operation: str, plain: str, obstacle: Callable[[Backend], str | None]) -> None:
+  """Says once, for each reason, that calls take the plain path where there might be a kernel."""
+  backend = BACKENDS.get(default_platform())
+  reason = obstacle(backend) if backend is not None else None
+  if reason is not None:
+    _log_once(
+      f"{operation} takes the plain path ({plain!r}), which is slower than the kernels of "
+      f"{default_platform()}: {reason}"
+    )
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+  logging.getLogger("jax_magi").warning("%s", text)
 
 
 def num_multiprocessors() -> int | None:

@@ -17,6 +17,7 @@ def native_call(
   target: str,
   operands: Sequence[Any],
   results: Sequence[tuple[tuple[int, ...], Any]],
+  *,
   aliases: dict[int, int] | None = None,
   **attributes: Any,
 ) -> Any:
@@ -43,6 +44,7 @@ def call_on_whole_arrays(
   target: str,
   operands: Sequence[Any],
   results: Sequence[tuple[tuple[int, ...], Any]],
+  *,
   aliases: dict[int, int] | None = None,
   **attributes: Any,
 ) -> Any:
@@ -54,4 +56,6 @@ def call_on_whole_arrays(
   through barriers.
   """
   operands = lax.optimization_barrier(tuple(operands))
-  return lax.optimization_barrier(native_call(target, operands, results, aliases, **attributes))
+  return lax.optimization_barrier(
+    native_call(target, operands, results, aliases=aliases, **attributes)
+  )

@@ -12,6 +12,8 @@ from jax.custom_batching import custom_vmap
 from jax_magi._src.native.backends import HOPPER
 from jax_magi._src.native.call import native_call
 
+# What stands in for communication: its beginning, and its end.
+STAND_IN_TARGETS = ("jax_magi_stand_in_start", "jax_magi_stand_in_done")
 # Bytes that the barrier works in, and more.
 _WORKSPACE_BYTES = 1024
 # How the names of scopes begin around collectives that move keys, values and gradients between
@@ -65,7 +67,7 @@ def start_stand_in(
   `delay_us` late. The result is for `finish_stand_in` alone.
   """
   (y,) = native_call(
-    "jax_magi_stand_in_start",
+    STAND_IN_TARGETS[0],
     (x,),
     [(x.shape, x.dtype)],
     num_sms=np.int32(num_sms),
@@ -78,5 +80,5 @@ def start_stand_in(
 
 def finish_stand_in(x: jax.Array, y: jax.Array) -> jax.Array:
   """x, copied, from what was given to `start_stand_in` and what it returned."""
-  (y,) = native_call("jax_magi_stand_in_done", (x, y), [(y.shape, y.dtype)], aliases={1: 0})
+  (y,) = native_call(STAND_IN_TARGETS[1], (x, y), [(y.shape, y.dtype)], aliases={1: 0})
   return y

@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.optim.layout import HEADS
 from jax_magi._src.optim.projections import (
   Attention,
   Projections,
   find_attention,
+  leaves_of,
   path_of,
   shapes_of,
 )
 from jax_magi._src.optim.statistics import is_broken, raise_if_any, report_broken
+from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 
 
 def qk_clip_gamma(max_logits: Any, threshold: Any = 100.0) -> jax.Array:
@@ -116,7 +119,29 @@ def make_factors(
   threshold: Any,
 ) -> dict[str, jax.Array]:
   """What to multiply each named parameter by, of a shape that broadcasts to it."""
-  shapes = shapes_of(params)
+  leaves, shapes = leaves_of(params), shapes_of(params)
+  sites = {site.path: site for found in attention.values() for site in found.sites}
+
+  def fun(statistics, threshold):
+    return _make_factors(shapes, attention, statistics, threshold)
+
+  def spec(site):  # That of the parameter, along the axes that its factor has.
+    axes = zip(spec_of(leaves[site.path]), site.projection.factor_axes, strict=True)
+    return P(*(entry if is_own else None for entry, is_own in axes))
+
+  def out_specs():
+    return {path: spec(site) for path, site in sites.items()}
+
+  operands = (statistics, threshold)
+  return with_auto_axes(fun, ([leaves[path] for path in sites], operands), out_specs)(*operands)
+
+
+def _make_factors(
+  shapes: Mapping[str, tuple[int, ...]],
+  attention: Mapping[str | None, Attention],
+  statistics: Mapping[str | None, jax.Array],
+  threshold: Any,
+) -> dict[str, jax.Array]:
   factors: dict[str, jax.Array] = {}
   for name, found in attention.items():
     x = statistics[name]

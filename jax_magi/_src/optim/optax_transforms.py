@@ -23,6 +23,7 @@ from jax_magi._src.optim.projections import (
   shapes_of,
 )
 from jax_magi._src.optim.statistics import is_broken, raise_if_any, report_broken
+from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 
 
 class QkClipState(NamedTuple):
@@ -189,7 +190,16 @@ def muon_clip(
         layout.check_rank(found, shapes[found])
     return both.init(params)
 
-  return optax.GradientTransformationExtraArgs(init, both.update)
+  def update(updates, state, params=None, **extra):
+    def out_specs():
+      return jax.tree.map(spec_of, (updates, state))
+
+    # Optax's Muon reshapes matrices, which JAX refuses where Explicit axes split them.
+    operands = (updates, state, params, extra)
+    fun = with_auto_axes(lambda u, s, p, e: both.update(u, s, p, **e), operands, out_specs)
+    return fun(*operands)
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def raise_if_broken(state: Any) -> None:

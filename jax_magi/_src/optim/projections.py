@@ -65,6 +65,11 @@ class Projection:
     """The layout."""
     return parse_layout(self.layout)
 
+  @property
+  def factor_axes(self) -> list[bool]:
+    """For each axis of the parameter, whether its factor has it, too, and not a size of 1."""
+    return [not {LAYERS, HEADS, DIM}.isdisjoint(axis) for axis in self.parsed.axes]
+
   def sizes(self, path: str, shape: tuple[int, ...]) -> dict[str, int]:
     """Sizes of heads, and of dim and layers where there are any, in a parameter of this shape."""
     layout = self.parsed
@@ -97,8 +102,8 @@ class Projection:
       is_meant = (np.arange(sizes[DIM]) >= begin) & (np.arange(sizes[DIM]) < end)
       factor = jnp.where(is_meant, gamma[..., None], 1.0)
     factor = factor.transpose([present.index(n) for n in layout.names if n in sizes])
-    named = [bool(set(axis) & set(sizes)) for axis in layout.axes]
-    return factor.reshape([size if n else 1 for size, n in zip(shape, named, strict=True)])
+    axes = zip(shape, self.factor_axes, strict=True)
+    return factor.reshape([size if is_own else 1 for size, is_own in axes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,15 +192,20 @@ def path_of(keys: tuple[Any, ...]) -> str:
   return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
-def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
-  """Shapes of all parameters, by path."""
+def leaves_of(params: Any) -> dict[str, Any]:
+  """All parameters, by path."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(params)
   if len(leaves) == 1 and not leaves[0][0]:
     raise ValueError(
       "params must be a tree in which parameters have paths, for example a dictionary, got a "
       f"single {type(leaves[0][1]).__name__}"
     )
-  return {path_of(keys): tuple(np.shape(x)) for keys, x in leaves}
+  return {path_of(keys): x for keys, x in leaves}
+
+
+def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+  """Shapes of all parameters, by path."""
+  return {path: tuple(np.shape(x)) for path, x in leaves_of(params).items()}
 
 
 def groups_of(projections: Projections) -> dict[str | None, QkProjections | MlaProjections]:

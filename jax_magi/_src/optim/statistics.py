@@ -48,10 +48,11 @@ def reduce_max_logits(
 
   leaves, treedef = jax.tree.flatten(jax.tree.map(reduce, max_logits))
   if axis_name is not None and leaves:
-    # All layers' in one collective.
-    flat = lax.pmax(jnp.concatenate([jnp.ravel(x) for x in leaves]), axis_name)
+    # All layers' in one collective, in a type that holds each of theirs.
+    wide = functools.reduce(np.promote_types, [x.dtype for x in leaves])
+    flat = lax.pmax(jnp.concatenate([jnp.ravel(x).astype(wide) for x in leaves]), axis_name)
     parts = jnp.split(flat, np.cumsum([x.size for x in leaves])[:-1].tolist())
-    leaves = [part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)]
+    leaves = [p.reshape(x.shape).astype(x.dtype) for p, x in zip(parts, leaves, strict=True)]
   return jax.tree.unflatten(treedef, leaves)
 
 

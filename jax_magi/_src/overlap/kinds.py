@@ -6,6 +6,7 @@ import enum
 import re
 
 from jax_magi._src.native.attention import INSTRUCTION_NAME, TARGETS
+from jax_magi._src.native.overlap import STAND_IN_TARGETS
 
 COLLECTIVES = (
   "all-gather",
@@ -43,7 +44,6 @@ _COLLECTIVE_OP = re.compile(
   rf"(?:(?:{'|'.join(COLLECTIVES)})(?:-start|-done)?|(?:{'|'.join(_JAX_NAMES)})(?:_invariant)?)"
   r"(?:\.|$)"
 )
-_STAND_IN = re.compile(r"stand_?in_?communication", re.IGNORECASE)
 
 
 def kernel_kind(kernel: str, hlo_op: str) -> Kind:
@@ -69,7 +69,7 @@ def custom_call_kind(target: str) -> Kind:
   """The kind of a custom call in HLO."""
   if target in TARGETS:
     return Kind.ATTENTION
-  return Kind.COMMUNICATION if _STAND_IN.search(target) else Kind.OTHER
+  return Kind.COMMUNICATION if target in STAND_IN_TARGETS else Kind.OTHER
 
 
 def is_collective(hlo_op: str) -> bool:

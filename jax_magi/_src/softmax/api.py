@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import math
 from typing import Any
 
@@ -15,33 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_no_symbols, check_number
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.windows import band_around, window_band
-from jax_magi._src.native.backends import BACKENDS, check_implementation, default_platform
-from jax_magi._src.softmax.ops import SoftmaxConfig, softmax
-from jax_magi._src.transforms.sharding import with_auto_axes
+from jax_magi._src.native.backends import check_implementation, log_fallback
+from jax_magi._src.native.explanation import Explanation, explain
+from jax_magi._src.softmax.ops import PLAIN, SoftmaxConfig, softmax
+from jax_magi._src.transforms.explicit import fold_leading, reshaped, spec_of
 from jax_magi._src.transforms.varying import vary_together
-
-_log = logging.getLogger("jax_magi")
-_PLAIN = "xla"  # The name of the plain path.
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class SoftmaxExplanation:
-  """What a call does, and why. `str()` of it reads well; `jit` may return it.
-
-  Attributes:
-    operation: what is fused, in words.
-    native: the platforms on which our kernels run. On all others, XLA compiles plain JAX.
-    notes: reasons, and what else may surprise.
-  """
-
-  operation: str
-  native: tuple[str, ...]
-  notes: tuple[str, ...]
-
-  def __str__(self) -> str:
-    where = " and ".join(self.native) or "no platform"
-    return "; ".join([f"{self.operation}: native kernels on {where}", *self.notes])
 
 
 def scaled_softmax(x: jax.Array, scale: float = 1.0) -> jax.Array:
@@ -108,8 +84,7 @@ def fused_scale_mask_softmax(
   softmax_in_fp32: bool = True,
   donate: bool = False,
   implementation: str | None = None,
-  explain: bool = False,
-) -> Any:
+) -> jax.Array:
   """Softmax over the last axis of `scale * x + mask`, over visible columns.
 
   A column is visible if all of `mask`, `is_causal` and `window` show it. The kernels do not read
@@ -130,8 +105,6 @@ def fused_scale_mask_softmax(
       if nothing else uses x; if something does, XLA copies x first. Likewise for the gradients.
     implementation: "cpu", "cuda" or "xla" (plain JAX). None takes the native kernel of the
       platform compiled for, or else "xla". Second derivatives need "xla", or float64.
-    explain: whether to return (probabilities, `SoftmaxExplanation`). It is logged, too, under
-      "jax_magi" (DEBUG, or WARNING where a native kernel could not be used).
 
   Returns:
     Probabilities, like x. Rows that see nothing, or only scores of -inf, are zero.
@@ -146,18 +119,65 @@ def fused_scale_mask_softmax(
   mask = _check_mask(mask, x)
   offset = _check_offset(offset, x)
   scale = _check_scale(scale)
-  for name, flag in (
-    ("is_causal", is_causal),
-    ("softmax_in_fp32", softmax_in_fp32),
-    ("donate", donate),
-    ("explain", explain),
-  ):
-    check_flag(name, flag)
-  lo, hi = _band(x, bool(is_causal), window)
-  explanation = _explain(x, mask, offset, is_causal, window, softmax_in_fp32, implementation)
-  config = SoftmaxConfig(scale, lo, hi, bool(donate), implementation)
-  y = _call(config, x, mask, offset)
-  return (y, explanation) if explain else y
+  check_flag("softmax_in_fp32", softmax_in_fp32)
+  donate = check_flag("donate", donate)
+  lo, hi = _band(x, check_flag("is_causal", is_causal), window)
+  check_implementation(implementation, PLAIN, lambda backend: backend.softmax_obstacle(x))
+  if implementation is None:
+    log_fallback("softmax", PLAIN, lambda backend: backend.softmax_obstacle(x))
+  return _call(SoftmaxConfig(scale, lo, hi, donate, implementation), x, mask, offset)
+
+
+def explain_softmax(
+  x: Any,
+  mask: Any = None,
+  *,
+  is_causal: bool = False,
+  window: int | tuple[int | None, int | None] | None = None,
+  offset: Any = None,
+  softmax_in_fp32: bool = True,
+  implementation: str | None = None,
+) -> Explanation:
+  """Which implementation `fused_scale_mask_softmax` takes for such arguments, and why.
+
+  Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. The function itself logs, once for
+  each reason and under "jax_magi", that it takes the plain path although JAX's default platform has
+  kernels.
+
+  Args:
+    x: `[..., heads, q_len, k_len]`, or `[q_len, k_len]`.
+    mask: as in `fused_scale_mask_softmax`, and so all others.
+    is_causal: see there.
+    window: see there.
+    offset: see there.
+    softmax_in_fp32: see there.
+    implementation: see there.
+  """
+
+  def explained(x, mask, offset):
+    x = _check_x(x)
+    mask = _check_mask(mask, x)
+    offset = _check_offset(word if offset is None else offset, x)
+    _band(x, check_flag("is_causal", is_causal), window)
+    parts = {
+      "scale": True,
+      "boolean mask": mask is not None and mask.dtype == bool,
+      "additive mask": mask is not None and mask.dtype != bool,
+      "causal mask": is_causal,
+      "window": window is not None,
+      "offset": offset is not None,
+    }
+    notes = []
+    if not check_flag("softmax_in_fp32", softmax_in_fp32):
+      notes.append("softmax_in_fp32=False changes nothing: arithmetic is float32, at no cost")
+    if mask is not None and _batch_of_mask(mask, x) not in (1, math.prod(mask.shape[:-3])):
+      notes.append("the mask is repeated for those leading axes of x that it does not have")
+    operation = " + ".join([name for name, is_there in parts.items() if is_there] + ["softmax"])
+    obstacle = lambda backend: backend.softmax_obstacle(x)  # noqa: E731
+    return explain(operation, implementation, PLAIN, obstacle, notes)
+
+  word, offset = (offset, None) if isinstance(offset, str) else (None, offset)
+  return jax.eval_shape(explained, x, mask, offset)
 
 
 # --- What a caller can get wrong ---
@@ -235,47 +255,6 @@ def _band(x: Any, is_causal: bool, window: Any) -> tuple[int, int]:
   return int(lo), int(hi)
 
 
-def _explain(
-  x: Any,
-  mask: Any,
-  offset: Any,
-  is_causal: bool,
-  window: Any,
-  softmax_in_fp32: bool,
-  implementation: Any,
-) -> SoftmaxExplanation:
-  """Which kernels the call uses. An implementation that was asked for must be there."""
-  check_implementation(implementation, _PLAIN, lambda backend: backend.softmax_obstacle(x))
-  obstacles = {
-    platform: backend.softmax_obstacle(x)
-    for platform, backend in BACKENDS.items()
-    if implementation in (None, platform)
-  }
-  parts = {
-    "scale": True,
-    "boolean mask": mask is not None and mask.dtype == bool,
-    "additive mask": mask is not None and mask.dtype != bool,
-    "causal mask": is_causal,
-    "window": window is not None,
-    "offset": offset is not None,
-  }
-  notes = [f"not on {p}: {reason}" for p, reason in obstacles.items() if reason is not None]
-  if implementation == _PLAIN:
-    notes.append("implementation='xla' was asked for")
-  if not softmax_in_fp32:
-    notes.append("softmax_in_fp32=False changes nothing: arithmetic is float32, at no cost")
-  if mask is not None and _batch_of_mask(mask, x) not in (1, math.prod(mask.shape[:-3])):
-    notes.append("the mask is repeated for those leading axes of x that it does not have")
-  explanation = SoftmaxExplanation(
-    " + ".join([name for name, is_there in parts.items() if is_there] + ["softmax"]),
-    tuple(p for p, reason in obstacles.items() if reason is None),
-    tuple(notes),
-  )
-  is_slow_here = obstacles.get(default_platform()) is not None
-  _log.log(logging.WARNING if is_slow_here else logging.DEBUG, "%s", explanation)
-  return explanation
-
-
 # --- To the op's four dimensions ---
 
 
@@ -285,7 +264,8 @@ def _batch_of_mask(mask: Any, x: Any) -> int:
 
 
 def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
-  operands = {"x": x, "mask": mask, "offset": offset}
+  rows = P(*spec_of(x)[:-2], None, None)  # Of which the kernels take whole ones.
+  operands = {"x": reshaped(x, x.shape, rows), "mask": mask, "offset": offset}
   operands = {name: a for name, a in operands.items() if a is not None}
 
   def fold(name, a):
@@ -293,20 +273,12 @@ def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
       return a[None]
     if a.ndim == 2:
       return a[None, None]
-    if name == "mask":
-      batch = _batch_of_mask(a, x)
-      if batch != 1:
-        a = jnp.broadcast_to(a, x.shape[:-3] + a.shape[-3:])
-      return a.reshape(batch, *a.shape[-3:])
-    return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])
-
-  def fun(*arrays):
-    folded = {n: fold(n, a) for n, a in zip(operands, arrays, strict=True)}
-    y = softmax(config, folded["x"], folded.get("mask"), folded.get("offset"))
-    return y.reshape(x.shape)
-
-  def out_specs(x_axes):
-    return P(*x_axes[:-2], None, None)
+    if name == "mask" and _batch_of_mask(a, x) != 1:
+      a = jnp.broadcast_to(a, x.shape[:-3] + a.shape[-3:])
+    return fold_leading(a, a.ndim - 3)
 
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
-  return with_auto_axes(fun, x, out_specs)(*vary_together(*operands.values()))
+  arrays = zip(operands, vary_together(*operands.values()), strict=True)
+  folded = {name: fold(name, a) for name, a in arrays}
+  y = softmax(config, folded["x"], folded.get("mask"), folded.get("offset"))
+  return reshaped(y, x.shape, rows)

@@ -10,11 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
+from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.platform import by_platform
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
+
+# The name of the path in plain JAX.
+PLAIN = "xla"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,21 +50,39 @@ def softmax(config: SoftmaxConfig, x, mask, offset):
 
 
 def _softmax_fwd(config, x, mask, offset):
-  y, *rest = _forward(config, mask is not None, offset is not None)(
-    *(a for a in (x, mask, offset) if a is not None)
-  )
+  operands = tuple(a for a in (x, mask, offset) if a is not None)
+
+  def out_specs():
+    batch, heads, *_ = spec_of(x)
+    y = P(batch, heads, None, None)
+    return (y,) if offset is None else (y, P(batch, heads, None))
+
+  fun = _forward(config, mask is not None, offset is not None)
+  y, *rest = with_auto_axes(fun, operands, out_specs)(*operands)
   offset_probability = rest[0] if rest else None
   return y, (y, mask, offset, offset_probability)
 
 
 def _softmax_bwd(config, residuals, dy):
-  y, mask, offset, offset_probability = residuals
-  dx, *rest = _backward(config, offset is not None)(y, dy)
-  doffset, against_offset = None, None
-  if offset is not None:
-    against_offset = offset_probability * rest[0]  # What a row's scores gain together.
-    doffset = _sum_to(-jnp.sum(against_offset, axis=-1), offset.shape)
-  return dx, _mask_gradient(config, mask, y, dy, against_offset), doffset
+  def fun(y, mask, offset, offset_probability, dy):
+    dx, *rest = _backward(config, offset is not None)(y, dy)
+    doffset, against_offset = None, None
+    if offset is not None:
+      against_offset = offset_probability * rest[0]  # What a row's scores gain together.
+      doffset = _sum_to(-jnp.sum(against_offset, axis=-1), offset.shape)
+    return dx, _mask_gradient(config, mask, y, dy, against_offset), doffset
+
+  def out_specs():
+    y, mask, offset, _ = residuals
+    has_gradient = mask is not None and mask.dtype != bool
+    return (
+      spec_of(y),
+      spec_of(mask) if has_gradient else None,
+      None if offset is None else spec_of(offset),
+    )
+
+  operands = (*residuals, dy)
+  return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
 def _mask_gradient(config, mask, y, dy, against_offset):
@@ -156,7 +179,7 @@ def _wrap(
   def usable(x, *_):
     return {p: split for p, backend in BACKENDS.items() if backend.softmax_obstacle(x) is None}
 
-  return by_platform(config.implementation, usable, plain, plain_name="xla", shared=shared)
+  return by_platform(config.implementation, usable, plain, plain_name=PLAIN, shared=shared)
 
 
 # --- The same in plain JAX, in float32 at least ---

@@ -5,15 +5,16 @@ Without this, XLA gathers every operand of a custom call onto every device.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 # Dimension letters with a meaning. Any other letter is a dimension that is never split.
 _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
@@ -21,6 +22,9 @@ _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
 
 def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str]) -> Callable:
   """`fun` on whatever part of batch and heads a device holds.
+
+  Where query heads are split over more devices than there are kv heads, each device has all kv
+  heads, calls `fun` with the one that its query heads use, and gradients of kv heads are summed.
 
   Args:
     fun: takes one array per entry of `operands`, returns a tuple. The first one has all heads; if
@@ -41,10 +45,17 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
   def partition(mesh, operand_types, result_types):
     batch_axes, head_axes = _find_axes(mesh, operand_types[0], operands[0])
-    # A group of query heads needs its kv head on the same device.
-    if heads_of(operand_types)[1] % math.prod(mesh.shape[name] for name in head_axes):
-      head_axes = ()
-    axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: head_axes}
+    num_q_heads, num_kv_heads = heads_of(operand_types)
+    group = num_q_heads // num_kv_heads
+    # A group of query heads needs its kv head on the same device: kv heads are split over as many
+    # axes as divide them, and over the others each device has the same ones.
+    sizes = [mesh.shape[name] for name in head_axes]
+    num_split = max(n for n in range(len(sizes) + 1) if num_kv_heads % math.prod(sizes[:n]) == 0)
+    local_heads = num_q_heads // math.prod(sizes)
+    if num_split < len(sizes) and group % local_heads:
+      head_axes, num_split = (), 0  # Devices would need different numbers of kv heads.
+    kv_axes, shared_axes = head_axes[:num_split], head_axes[num_split:]
+    axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: kv_axes}
 
     def shardings(dims, types):
       return tuple(
@@ -67,26 +78,45 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
     sums = [split_axes(*pair) for pair in zip(results, result_types, strict=True)]
 
+    def with_own_kv_head(*arrays):
+      if not shared_axes:
+        return positional(*arrays)
+      head = lax.axis_index(shared_axes) * local_heads // group
+      own = (
+        lax.dynamic_slice_in_dim(x, head, 1, letters.index(_KV_HEADS))
+        if _KV_HEADS in letters
+        else x
+        for letters, x in zip(operands, arrays, strict=True)
+      )
+
+      def all_kv_heads(letters, x):
+        if _KV_HEADS not in letters:
+          return x
+        dim = letters.index(_KV_HEADS)
+        shape = (*x.shape[:dim], arrays[1].shape[operands[1].index(_KV_HEADS)], *x.shape[dim + 1 :])
+        whole = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, head, dim)
+        return lax.psum(whole, shared_axes)
+
+      return tuple(map(all_kv_heads, results, positional(*own)))
+
     def summed(*arrays):
       # On one device. JAX 0.12 would have arrays made in here lie on the caller's Explicit axes.
       with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        values = zip(positional(*arrays), sums, strict=True)
+        values = zip(with_own_kv_head(*arrays), sums, strict=True)
         return tuple(lax.psum(x, names) if names else x for x, names in values)
 
     return mesh, summed, shardings(results, result_types), shardings(operands, operand_types)
 
   def sharding_rule(_, operand_types, result_types):
     num_q_heads, num_kv_heads = heads_of(operand_types)
-    is_grouped = num_q_heads != num_kv_heads
-    factors = {_BATCH: "batch"}
-    if num_kv_heads > 1:
-      factors |= {_KV_HEADS: "heads", _Q_HEADS: "(heads group)" if is_grouped else "heads"}
+    group = num_q_heads // num_kv_heads
+    factors = {_BATCH: "batch", _KV_HEADS: "heads", _Q_HEADS: "heads"}
+    if group > 1:
+      factors[_Q_HEADS] = "(heads group)" if num_kv_heads > 1 else "group"
     whole: list[str] = []  # Factors that stay in one piece, in order of appearance.
 
     def name(letter, size):
       if letter in factors and size > 1:
-        if "group" in factors[letter] and "group" not in whole:
-          whole.append("group")
         return factors[letter]
       whole.append(f"whole{len(whole)}")
       return whole[-1]
@@ -98,45 +128,18 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
       )
       for dims, types in ((operands, operand_types), (results, result_types))
     )
-    sizes = {"group": num_q_heads // num_kv_heads} if "group" in whole else {}
+    sizes = {"group": group} if "(heads group)" in left else {}
     return f"{left} -> {right}", {"need_replication_factors": tuple(whole), **sizes}
 
   partitioned = custom_partitioning(positional)
   partitioned.def_partition(
-    partition=partition, sharding_rule=sharding_rule, decode_shardings=False
+    partition=partition,
+    sharding_rule=sharding_rule,
+    # For GSPMD, which jax_use_shardy_partitioner=False asks for: it knows no rules.
+    infer_sharding_from_operands=lambda *types: partition(*types)[2],
+    decode_shardings=False,
   )
   return partitioned
-
-
-def has_explicit_axes(x: Any) -> bool:
-  """Whether the array lies on a mesh with Explicit axes."""
-  return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
-def with_auto_axes(
-  fun: Callable, like: Any, out_specs: Callable[[tuple], tuple | PartitionSpec]
-) -> Callable:
-  """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
-
-  Args:
-    fun: what to call.
-    like: an operand; its type tells the mesh.
-    out_specs: the results' PartitionSpecs, from the sharding of `like` along its dimensions.
-  """
-  sharding = jax.typeof(like).sharding
-  mesh = sharding.mesh
-  axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  explicit = tuple(name for name, kind in axis_types if kind == AxisType.Explicit)
-  if not explicit:
-    return fun
-  wrapped = jax.sharding.auto_axes(fun, axes=explicit, out_sharding=out_specs(tuple(sharding.spec)))
-
-  def call(*operands):
-    # Arrays may carry their mesh without it being the current one.
-    with jax.sharding.use_abstract_mesh(mesh):
-      return wrapped(*operands)
-
-  return call
 
 
 def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -145,12 +148,30 @@ def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[s
   JAX could decode them, but raises where Shardy splits part of an axis, as it may when there are
   fewer kv heads than devices. Here such a sharding is one that is not kept.
   """
-  names = mesh.axis_names
-  for count in range(len(names) + 1):
-    for chosen in itertools.permutations(names, count):
-      for cut in range(count + 1):
-        axes = {_BATCH: chosen[:cut], _Q_HEADS: chosen[cut:]}
-        spec = PartitionSpec(*(axes.get(letter) for letter in q_dims))
-        if NamedSharding(mesh, spec).is_equivalent_to(q.sharding, q.ndim):
-          return axes[_BATCH], axes[_Q_HEADS]
-  return (), ()
+  if mesh.empty:
+    return (), ()
+  try:
+    parts = q.sharding.devices_indices_map(q.shape)
+  except ValueError:  # Parts of different sizes.
+    return (), ()
+  batch, heads = (_axes_along(mesh, q_dims.index(x), parts) for x in (_BATCH, _Q_HEADS))
+  return batch, heads
+
+
+def _axes_along(mesh: Any, dim: int, parts: Mapping[Any, tuple[slice, ...]]) -> tuple[str, ...]:
+  """The mesh axes that split a dimension, the slowest first; none where these are not whole axes.
+
+  Args:
+    mesh: has the devices.
+    dim: which of the array's dimensions.
+    parts: the part of the array that each device has.
+  """
+  begins = np.array([parts[device][dim].start or 0 for device in mesh.devices.flat])
+  part = np.unique(begins, return_inverse=True)[1].reshape(mesh.devices.shape)
+  # One step along an axis leads over so many parts.
+  steps = [int(part.take(min(1, size - 1), axis=i).flat[0]) for i, size in enumerate(part.shape)]
+  expected = sum(step * np.indices(part.shape, sparse=True)[i] for i, step in enumerate(steps))
+  if not np.array_equal(np.broadcast_to(expected, part.shape), part):
+    return ()
+  order = sorted((i for i, step in enumerate(steps) if step), key=lambda i: -steps[i])
+  return tuple(mesh.axis_names[i] for i in order)

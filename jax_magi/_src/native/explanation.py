@@ -1,0 +1,69 @@
+"""Which implementation a call takes, and why, for callers who ask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jax_magi._src.native.backends import (
+  BACKENDS,
+  Backend,
+  check_implementation,
+  default_platform,
+)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """Which implementation a call takes, and why. `str()` of it reads well.
+
+  Attributes:
+    operation: what is computed, in words.
+    implementation: what the call takes on JAX's default platform: "cpu" or "cuda" is a kernel,
+      "blockwise" (attention) or "xla" (softmax) is plain JAX.
+    native: the platforms that have a kernel for this call. On others, XLA compiles plain JAX.
+    notes: reasons, and what else may surprise.
+  """
+
+  operation: str
+  implementation: str
+  native: tuple[str, ...]
+  notes: tuple[str, ...]
+
+  def __str__(self) -> str:
+    where = " and ".join(self.native) or "no platform"
+    return "; ".join([f"{self.operation}: native kernels on {where}", *self.notes])
+
+
+def explain(
+  operation: str,
+  implementation: Any,
+  plain: str,
+  obstacle: Callable[[Backend], str | None],
+  notes: Sequence[str] = (),
+) -> Explanation:
+  """The explanation of a call. An implementation that was asked for must be there.
+
+  Args:
+    operation: in words.
+    implementation: the caller's argument.
+    plain: the name of the plain path.
+    obstacle: why a backend cannot be used; None if it can.
+    notes: of the operation itself.
+  """
+  check_implementation(implementation, plain, obstacle)
+  obstacles = {
+    platform: obstacle(backend)
+    for platform, backend in BACKENDS.items()
+    if implementation in (None, platform)
+  }
+  reasons = [f"not on {p}: {reason}" for p, reason in obstacles.items() if reason is not None]
+  if implementation == plain:
+    reasons.append(f"implementation={plain!r} was asked for")
+  native = tuple(p for p, reason in obstacles.items() if reason is None)
+  taken = implementation or (default_platform() if default_platform() in native else plain)
+  return Explanation(operation, taken, native, (*reasons, *notes))

@@ -1,0 +1,102 @@
+"""Explicit mesh axes, JAX's default: shardings that are part of every array's type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+
+def spec_of(*arrays: Any) -> P:
+  """How Explicit axes split an array: the first one that they split, or else the first one."""
+  specs = [jax.typeof(x).sharding.spec for x in arrays]
+  return next((spec for spec in specs if any(spec)), specs[0])
+
+
+def merged_spec(*arrays: Any) -> P:
+  """The spec of what arrays of one rank are broadcast to; the first one has the first say."""
+  entries: list[Any] = [None] * len(spec_of(arrays[0]))
+  taken: set[str] = set()
+  for spec in map(spec_of, arrays):
+    for i, entry in enumerate(spec):
+      names = _names(entry)
+      if entries[i] is None and names and taken.isdisjoint(names):
+        entries[i] = entry
+        taken.update(names)
+  return P(*entries)
+
+
+def with_auto_axes(fun: Callable, operands: Any, out_specs: Callable[[], Any]) -> Callable:
+  """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
+
+  Under `shard_map`, JAX cannot differentiate what happens inside. An op with a custom derivative
+  therefore calls this in its rules, and not around itself.
+
+  Args:
+    fun: takes `operands`, or other arrays on the same mesh.
+    operands: any tree. The first array in it that lies on Explicit axes tells the mesh.
+    out_specs: makes the tree of the results' PartitionSpecs; called only if there is such a mesh.
+  """
+  meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
+  mesh = next((mesh for mesh in meshes if _explicit_axes(mesh)), None)
+  if mesh is None:
+    return fun
+  wrapped = jax.sharding.auto_axes(fun, axes=_explicit_axes(mesh), out_sharding=out_specs())
+
+  def call(*operands):
+    # Arrays may carry their mesh without it being the current one.
+    with jax.sharding.use_abstract_mesh(mesh):
+      return wrapped(*operands)
+
+  return call
+
+
+def split_over(x: Any, mesh: Any, spec: P) -> Any:
+  """`x`, split as `spec` says over the Explicit axes of a mesh. Other axes are left to XLA."""
+  explicit = _explicit_axes(mesh)
+  if not explicit:
+    return x
+
+  kept = (tuple(name for name in _names(entry) if name in explicit) or None for entry in spec)
+  return reshard(x, NamedSharding(mesh, P(*kept)))
+
+
+def unsplit(x: Any) -> Any:
+  """`x` with all of it on every device, for small arrays that are cut and joined."""
+  return split_over(x, jax.typeof(x).sharding.mesh, P()) if any(spec_of(x)) else x
+
+
+def fold_leading(x: Any, count: int) -> Any:
+  """The first `count` axes as one, split over all mesh axes that they were split over."""
+  spec, shape = spec_of(x), (math.prod(x.shape[:count]), *x.shape[count:])
+  names = tuple(name for entry in spec[:count] for name in _names(entry))
+  return reshaped(x, shape, P(names or None, *spec[count:]))
+
+
+def reshaped(x: Any, shape: tuple[int, ...], spec: P) -> Any:
+  """`x` in another shape. JAX asks for the spec where Explicit axes split what is reshaped."""
+  return with_auto_axes(lambda x: x.reshape(shape), x, lambda: spec)(x)
+
+
+def resized_spec(x: Any, length: int) -> P:
+  """The spec of `x` with another length of its first axis, which is whole where it must be."""
+  sharding = jax.typeof(x).sharding
+  first, *rest = sharding.spec
+  parts = math.prod(sharding.mesh.shape[name] for name in _names(first))
+  return P(None if length % parts else first, *rest)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+  """The mesh axes that an entry of a PartitionSpec names."""
+  if entry is None:
+    return ()
+  return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _explicit_axes(mesh: Any) -> tuple[str, ...]:
+  kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
