@@ -16,8 +16,7 @@ from jax_magi._src.attention import blockwise
 from jax_magi._src.attention.ops import AttentionConfig
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS
-from jax_magi._src.transforms.platform import by_platform
-from jax_magi._src.transforms.sharding import keep_batch_and_heads
+from jax_magi._src.transforms.operation import Operation
 from jax_magi._src.transforms.varying import vary_like
 
 
@@ -53,7 +52,7 @@ def finished_dq(config: AttentionConfig, dq_sum, q, v, dtype: Any):
     q.dtype,
     np.dtype(dtype),
   )
-  return finish(dq_sum)[0]
+  return finish({"dq_sum": dq_sum})[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,20 +72,26 @@ def _finish_dq(
   }
   plain = functools.partial(blockwise.finish_dq, **options)
 
-  def on_backend(backend):
+  def on_backend(backend, split, operands):
     if not backend.orders_dq_itself:
-      return plain
-    kernel = functools.partial(native.finish_dq, backend=backend, **options)
-    return keep_batch_and_heads(kernel, ["bhw"], ["bqhd"])
+      return plain(**operands)
+    return split(functools.partial(native.finish_dq, backend=backend, **options), operands)
 
-  def usable(dq_sum):
+  def natives(operands):
     """Where the calls of `backward` had a kernel."""
-    batch, num_q_heads, _ = dq_sum.shape
+    batch, num_q_heads, _ = operands["dq_sum"].shape
     q, v = (jax.ShapeDtypeStruct((batch, q_len, num_q_heads, dim), q_dtype) for dim in dims)
     return {
-      platform: on_backend(backend)
+      platform: functools.partial(on_backend, backend)
       for platform, backend in BACKENDS.items()
       if backend.attention_obstacle(q, v) is None
     }
 
-  return by_platform(implementation, usable, plain, plain_name="blockwise", shared=())
+  return Operation(
+    operands={"dq_sum": "bhw"},
+    results={"dq": "bqhd"},
+    natives=natives,
+    plain=plain,
+    plain_name="blockwise",
+    implementation=implementation,
+  ).function()

@@ -24,8 +24,7 @@ from jax_magi._src.native.backends import (
   log_fallback,
 )
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
-from jax_magi._src.transforms.platform import by_platform
-from jax_magi._src.transforms.sharding import keep_batch_and_heads
+from jax_magi._src.transforms.operation import Operation
 from jax_magi._src.transforms.varying import vary_like
 
 # The name of the path in plain JAX.
@@ -161,7 +160,8 @@ def forward(
     assert not terms, "terms and running results are not taken together"
     assert running[0].dtype == np.float32, running[0].dtype
     terms = dict(zip(_RUNNING, running, strict=True))
-  return _forward(config, dtype, tuple(terms))(q, k, v, slices, sink, *terms.values())
+  operands = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink}
+  return _forward(config, dtype)(operands | terms)
 
 
 def delta(out, lse, dout, dlse):
@@ -218,9 +218,9 @@ def backward(
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
   terms = _given(bias=bias, alibi_slopes=alibi_slopes)
   assert not (terms and running_dq is not None), "terms and a running dq are not taken together"
-  terms |= _given(running_dq=running_dq)
-  call = _backward(config, dtype, tuple(terms), wants)
-  return call(q, k, v, dout, lse, delta, slices, *terms.values())
+  operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "slices": slices}
+  operands |= terms | _given(running_dq=running_dq)
+  return _backward(config, dtype, wants, running_dq is not None)(operands)
 
 
 def _given(**terms):
@@ -247,31 +247,10 @@ def _grouped_by_keys(config: AttentionConfig, slices):
   return dataclasses.replace(config, static_slices=grouped.tobytes()), jnp.asarray(grouped)[None]
 
 
-# --- The two kernel calls, each usable under vmap and jit with shardings ---
+# --- The two operations ---
 
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-  """A kernel call.
-
-  Attributes:
-    operands: their names.
-    results: their dimensions, as letters of `keep_batch_and_heads`.
-    wants: operands whose gradients are the last results.
-    is_backward: which of the two calls it is.
-  """
-
-  operands: tuple[str, ...]
-  results: tuple[str, ...]
-  wants: tuple[str, ...] = ()
-  is_backward: bool = False
-
-  @property
-  def slices_index(self) -> int:
-    return self.operands.index("slices")
-
-
-_LETTERS = {
+# Dimensions of operands, as `Operation` has them. Those from "bias" on are optional.
+_OPERANDS = {
   "q": "bqhd",
   "k": "bkgd",
   "v": "bkge",
@@ -286,27 +265,36 @@ _LETTERS = {
   "running_lse": "bqh",
   "running_max_logits": "bh",
   "running_dq": "bhw",
+  "tile_list": "t",
 }
+_SHARED = frozenset({"slices", "bias"})
 
 # Bounded, as each concrete mask has a config of its own.
 _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: AttentionConfig, out_dtype: Any, terms: tuple[str, ...]) -> Callable:
+def _forward(config: AttentionConfig, out_dtype: Any) -> Callable:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
     "out_dtype": out_dtype,
   }
   kernel = functools.partial(native.forward, **options, sm_margin=config.sm_margin)
-  call = _Call(("q", "k", "v", "slices", "sink", *terms), ("bqhe", "bqh", "bh"))
-  return _wrap(config, call, kernel, functools.partial(blockwise.forward, **options))
+  return Operation(
+    operands=_OPERANDS,
+    results={"out": "bqhe", "lse": "bqh", "max_logits": "bh"},
+    natives=functools.partial(_natives, _KernelCall(config, kernel)),
+    plain=functools.partial(blockwise.forward, **options),
+    plain_name=PLAIN,
+    implementation=config.implementation,
+    shared=_SHARED,
+  ).function()
 
 
 @_cache
 def _backward(
-  config: AttentionConfig, grad_dtype: Any, terms: tuple[str, ...], wants: tuple[str, ...]
+  config: AttentionConfig, grad_dtype: Any, wants: tuple[str, ...], sums_dq: bool
 ) -> Callable:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
@@ -321,97 +309,102 @@ def _backward(
     sm_margin=config.sm_margin,
     static_slices=config.static_slices,
   )
-  dq = "running_dq" if "running_dq" in terms else "q"  # It is like that operand.
-  call = _Call(
-    ("q", "k", "v", "dout", "lse", "delta", "slices", *terms),
-    tuple(_LETTERS[name] for name in (dq, "k", "v", *wants)),
-    wants,
-    is_backward=True,
+  # Each result is like an operand.
+  like = {"dq": "running_dq" if sums_dq else "q", "dk": "k", "dv": "v"}
+  gradients = {f"d{name}": name for name in wants}
+  return Operation(
+    operands=_OPERANDS,
+    results={name: _OPERANDS[operand] for name, operand in (like | gradients).items()},
+    natives=functools.partial(_natives, _KernelCall(config, kernel, wants, is_backward=True)),
+    plain=functools.partial(blockwise.backward, **options),
+    plain_name=PLAIN,
+    implementation=config.implementation,
+    # A gradient is one for each mapped element, and so is then the operand.
+    shared=_SHARED.difference(wants),
+    gradients=gradients,
+  ).function()
+
+
+@dataclasses.dataclass(frozen=True)
+class _KernelCall:
+  """A kernel, and what its tiles are planned by.
+
+  Attributes:
+    config: see `AttentionConfig`.
+    kernel: a function of the operands by name, `backend`, and `tile_stamp`.
+    wants: operands with a gradient, besides q, k and v.
+    is_backward: which of the two operations it is.
+  """
+
+  config: AttentionConfig
+  kernel: Callable
+  wants: tuple[str, ...] = ()
+  is_backward: bool = False
+
+
+def _natives(call: _KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
+  """The platforms whose kernels take the operands."""
+  config = call.config
+  is_in_order = config.deterministic and "bias" in call.wants
+  check = functools.partial(
+    Backend.attention_obstacle,
+    q=operands["q"],
+    v=operands["v"],
+    has_terms=not operands.keys().isdisjoint(TERMS),
+    bias_in_order=operands["bias"] if is_in_order else None,
   )
-  return _wrap(config, call, kernel, functools.partial(blockwise.backward, **options))
-
-
-def _wrap(config: AttentionConfig, call: _Call, kernel: Callable, plain: Callable) -> Callable:
-  natives = {
-    platform: _on_backend(config, call, backend, functools.partial(kernel, backend=backend))
+  # Besides what was checked with the arguments, before it was known which gradients are wanted.
+  check_implementation(config.implementation, PLAIN, check)
+  if config.implementation is None:
+    log_fallback("attention", PLAIN, check)
+  return {
+    platform: functools.partial(_on_backend, call, backend)
     for platform, backend in BACKENDS.items()
+    if check(backend) is None
   }
 
-  def usable(*operands):
-    named = dict(zip(call.operands, operands, strict=True))
-    has_terms = not named.keys().isdisjoint(("bias", "alibi_slopes"))
-    is_in_order = config.deterministic and "bias" in call.wants
-    check = functools.partial(
-      Backend.attention_obstacle,
-      q=named["q"],
-      v=named["v"],
-      has_terms=has_terms,
-      bias_in_order=named["bias"] if is_in_order else None,
-    )
-    # Besides what was checked with the arguments, before it was known which gradients are wanted.
-    check_implementation(config.implementation, PLAIN, check)
-    if config.implementation is None:
-      log_fallback("attention", PLAIN, check)
-    return {platform: fun for platform, fun in natives.items() if check(BACKENDS[platform]) is None}
 
-  # A gradient is one for each mapped element, and so is then the operand.
-  shared = {"slices", "bias"}.intersection(call.operands).difference(call.wants)
-  num_others = len(call.results) - len(call.wants)
-  return by_platform(
-    config.implementation,
-    usable,
-    lambda *operands: plain(**dict(zip(call.operands, operands, strict=True))),
-    plain_name=PLAIN,
-    shared=tuple(map(call.operands.index, shared)),
-    summed={num_others + i: call.operands.index(name) for i, name in enumerate(call.wants)},
-  )
+def _on_backend(call: _KernelCall, backend: Backend, split: Callable, operands: dict[str, Any]):
+  """A backend's kernel. The tile list is one for all, made before batch and heads are split."""
+  slices, tile_list, options = _tiles(call, backend, operands)
+  group = _group(operands)
+
+  def kernel(tile_list, **parts):
+    if _group(parts) != group:
+      # A device with part of a group's heads may want other tiles than those of the list.
+      return call.kernel(**parts, tile_list=jnp.zeros(0, np.int32), backend=backend)
+    return call.kernel(**parts, tile_list=tile_list, backend=backend, **options)
+
+  return split(kernel, operands | {"slices": slices, "tile_list": tile_list})
 
 
-def _group(q, k) -> int:
+def _group(operands: dict[str, Any]) -> int:
   """Query heads that share a kv head."""
-  return q.shape[2] // k.shape[2]
+  return operands["q"].shape[2] // operands["k"].shape[2]
 
 
-def _on_backend(
-  config: AttentionConfig, call: _Call, backend: Backend, kernel: Callable
-) -> Callable:
-  # The tile list is one for all, and made before the batch and heads are split.
-  def split(operands, tile_list, **options):
-    names = (*call.operands, "tile_list")
-
-    def by_name(*arrays):
-      named = dict(zip(names, arrays, strict=True))
-      if _group(named["q"], named["k"]) != _group(*operands[:2]):
-        # A device with part of a group's heads may want other tiles than those of the list.
-        return kernel(**{**named, "tile_list": jnp.zeros(0, np.int32)})
-      return kernel(**named, **options)
-
-    letters = [_LETTERS[name] for name in call.operands]
-    return keep_batch_and_heads(by_name, [*letters, "t"], list(call.results))(*operands, tile_list)
-
-  def fun(*operands):
-    if config.static_slices is None or operands[call.slices_index].shape[0] != 1:
-      return split(operands, np.zeros(0, np.int32))
-    known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
-    candidates = [known]
-    if not call.is_backward and (grouped := grouped_by_keys(known)) is not known:
-      candidates.append(grouped)
-    named = dict(zip(call.operands, operands, strict=True))
-    slices, plan = native.plan_tiles(
-      backend,
-      *operands[:3],
-      candidates,
-      softcap=config.softcap,
-      is_backward=call.is_backward,
-      deterministic=config.deterministic,
-      bias=named.get("bias"),
-      alibi_slopes=named.get("alibi_slopes"),
-      wants=call.wants,
-    )
-    if slices is not known:
-      before, after = operands[: call.slices_index], operands[call.slices_index + 1 :]
-      operands = (*before, jnp.asarray(slices)[None], *after)
-    tile_list = np.frombuffer(plan.tile_list, np.int32)
-    return split(operands, tile_list, tile_stamp=plan.tile_stamp)
-
-  return fun
+def _tiles(call: _KernelCall, backend: Backend, operands: dict[str, Any]):
+  """The slices that the kernels take, the tile list and its stamp; no tiles of an unknown mask."""
+  config, slices = call.config, operands["slices"]
+  if config.static_slices is None or slices.shape[0] != 1:
+    return slices, np.zeros(0, np.int32), {}
+  known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
+  candidates = [known]
+  if not call.is_backward and (grouped := grouped_by_keys(known)) is not known:
+    candidates.append(grouped)
+  best, plan = native.plan_tiles(
+    backend,
+    operands["q"],
+    operands["k"],
+    operands["v"],
+    candidates,
+    softcap=config.softcap,
+    is_backward=call.is_backward,
+    deterministic=config.deterministic,
+    bias=operands.get("bias"),
+    alibi_slopes=operands.get("alibi_slopes"),
+    wants=call.wants,
+  )
+  if best is not known:
+    slices = jnp.asarray(best)[None]
+  return slices, np.frombuffer(plan.tile_list, np.int32), {"tile_stamp": plan.tile_stamp}

@@ -21,7 +21,7 @@ def _band(lo: int, hi: int) -> dict[str, np.int32]:
 
 
 def forward(
-  x, mask, offset, *, scale: float, lo: int, hi: int, donate: bool
+  x, mask=None, offset=None, *, scale: float, lo: int, hi: int, donate: bool
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns y, and the offset's probability in each row. `mask` and `offset` may be None."""
   rows = x.shape[:-1] if offset is not None else (0,)

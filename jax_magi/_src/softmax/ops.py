@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
-from jax_magi._src.transforms.platform import by_platform
-from jax_magi._src.transforms.sharding import keep_batch_and_heads
+from jax_magi._src.transforms.operation import Operation
 
 # The name of the path in plain JAX.
 PLAIN = "xla"
@@ -50,22 +49,23 @@ def softmax(config: SoftmaxConfig, x, mask, offset):
 
 
 def _softmax_fwd(config, x, mask, offset):
-  operands = tuple(a for a in (x, mask, offset) if a is not None)
+  operands = {"x": x, "mask": mask, "offset": offset}
+  operands = {name: a for name, a in operands.items() if a is not None}
 
   def out_specs():
     batch, heads, *_ = spec_of(x)
     y = P(batch, heads, None, None)
     return (y,) if offset is None else (y, P(batch, heads, None))
 
-  fun = _forward(config, mask is not None, offset is not None)
-  y, *rest = with_auto_axes(fun, operands, out_specs)(*operands)
+  fun = _forward(config, offset is not None)
+  y, *rest = with_auto_axes(fun, (operands,), out_specs)(operands)
   offset_probability = rest[0] if rest else None
   return y, (y, mask, offset, offset_probability)
 
 
 def _softmax_bwd(config, residuals, dy):
   def fun(y, mask, offset, offset_probability, dy):
-    dx, *rest = _backward(config, offset is not None)(y, dy)
+    dx, *rest = _backward(config, offset is not None)({"y": y, "dy": dy})
     doffset, against_offset = None, None
     if offset is not None:
       against_offset = offset_probability * rest[0]  # What a row's scores gain together.
@@ -110,82 +110,68 @@ def _sum_to(x, shape):
   return jnp.sum(x, axis=axes, keepdims=True)
 
 
-# --- The two kernel calls, each usable under vmap and jit with shardings ---
+# --- The two operations ---
 
-_X, _OFFSET, _ROWS = "bhqk", "bh", "bhq"
+_X, _ROWS = "bhqk", "bhq"
 
 # Bounded, as each shape has a band of its own.
 _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: SoftmaxConfig, has_mask: bool, has_offset: bool) -> Callable:
+def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable:
   """(x, mask?, offset?) -> (y, offset_probability?)."""
-
-  def with_all(fun, *operands):
-    x, *rest = operands
-    mask = rest.pop(0) if has_mask else None
-    y, offset_probability = fun(x, mask, rest[0] if has_offset else None)
-    return (y, offset_probability) if has_offset else (y,)
-
   options: dict[str, Any] = {"scale": config.scale, "lo": config.lo, "hi": config.hi}
   native = functools.partial(native_softmax.forward, **options, donate=config.donate)
-  plain = functools.partial(_plain_forward, **options)
-  operands = [_X, *[_X] * has_mask, *[_OFFSET] * has_offset]
-  return _wrap(
-    config,
-    native=functools.partial(with_all, native),
-    plain=functools.partial(with_all, plain),
-    operands=operands,
-    results=[_X, *[_ROWS] * has_offset],
-    shared=tuple(range(1, len(operands))),
-  )
+  return Operation(
+    operands={"x": _X, "mask": _X, "offset": "bh"},
+    results={"y": _X} | ({"offset_probability": _ROWS} if has_offset else {}),
+    natives=functools.partial(_natives, native, "x"),
+    plain=functools.partial(_asked_for, functools.partial(_plain_forward, **options)),
+    plain_name=PLAIN,
+    implementation=config.implementation,
+    shared=frozenset({"mask", "offset"}),
+  ).function()
 
 
 @_cache
 def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable:
   """(y, dy) -> (dx, dot?)."""
-
-  def asked_for(fun, y, dy):
-    dx, dot = fun(y, dy)
-    return (dx, dot) if with_dot else (dx,)
-
-  band: dict[str, Any] = {"lo": config.lo, "hi": config.hi}
-  native = functools.partial(
-    native_softmax.backward, scale=config.scale, **band, donate=config.donate, with_dot=with_dot
-  )
-  plain = functools.partial(_plain_backward, scale=config.scale, **band)
-  return _wrap(
-    config,
-    native=functools.partial(asked_for, native),
-    plain=functools.partial(asked_for, plain),
-    operands=[_X, _X],
-    results=[_X, *[_ROWS] * with_dot],
-    shared=(),
-  )
+  options: dict[str, Any] = {"scale": config.scale, "lo": config.lo, "hi": config.hi}
+  options |= {"with_dot": with_dot}
+  native = functools.partial(native_softmax.backward, **options, donate=config.donate)
+  return Operation(
+    operands={"y": _X, "dy": _X},
+    results={"dx": _X} | ({"dot": _ROWS} if with_dot else {}),
+    natives=functools.partial(_natives, native, "y"),
+    plain=functools.partial(_asked_for, functools.partial(_plain_backward, **options)),
+    plain_name=PLAIN,
+    implementation=config.implementation,
+  ).function()
 
 
-def _wrap(
-  config: SoftmaxConfig,
-  *,
-  native: Callable,
-  plain: Callable,
-  operands: list[str],
-  results: list[str],
-  shared: tuple[int, ...],
-) -> Callable:
-  split = keep_batch_and_heads(native, operands, results)
+def _natives(native: Callable, first: str, operands: dict[str, Any]) -> dict[str, Callable]:
+  """The platforms whose kernels take the operands."""
 
-  def usable(x, *_):
-    return {p: split for p, backend in BACKENDS.items() if backend.softmax_obstacle(x) is None}
+  def kernel(split, operands):
+    return split(functools.partial(_asked_for, native), operands)
 
-  return by_platform(config.implementation, usable, plain, plain_name=PLAIN, shared=shared)
+  return {
+    platform: kernel
+    for platform, backend in BACKENDS.items()
+    if backend.softmax_obstacle(operands[first]) is None
+  }
+
+
+def _asked_for(fun: Callable, **operands: Any) -> tuple[Any, ...]:
+  """The results that are not None."""
+  return tuple(x for x in fun(**operands) if x is not None)
 
 
 # --- The same in plain JAX, in float32 at least ---
 
 
-def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
+def _plain_forward(x, mask=None, offset=None, *, scale: float, lo: int, hi: int):
   dtype = np.promote_types(x.dtype, np.float32)
   logits = x.astype(dtype) * scale
   in_band = _in_band(x.shape, lo, hi)
@@ -201,16 +187,17 @@ def _plain_forward(x, mask, offset, *, scale: float, lo: int, hi: int):
   total = weights.sum(axis=-1, keepdims=True) + extra_weight
   inverse = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))
   y = jnp.where(in_band, weights * inverse, 0.0).astype(x.dtype)
-  return y, (extra_weight * inverse)[..., 0].astype(np.float32)
+  offset_probability = (extra_weight * inverse)[..., 0].astype(np.float32)
+  return y, None if offset is None else offset_probability
 
 
-def _plain_backward(y, dy, *, scale: float, lo: int, hi: int):
+def _plain_backward(y, dy, *, scale: float, lo: int, hi: int, with_dot: bool = False):
   dtype = np.promote_types(y.dtype, np.float32)
   wide_y = y.astype(dtype)
   wide_dy = jnp.where(_in_band(y.shape, lo, hi), dy.astype(dtype), 0.0)
   dot = jnp.sum(wide_y * wide_dy, axis=-1)
   dx = scale * wide_y * (wide_dy - dot[..., None])
-  return dx.astype(y.dtype), dot.astype(np.float32)
+  return dx.astype(y.dtype), dot.astype(np.float32) if with_dot else None
 
 
 def _in_band(shape: tuple[int, ...], lo: int, hi: int):

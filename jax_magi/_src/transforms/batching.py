@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
-def fold_batch(
-  fun: Callable, shared: tuple[int, ...], summed: dict[int, int] | None = None
-) -> Callable:
+def fold_batch(fun: Callable, first: str, shared: Set[str], summed: dict[int, str]) -> Callable:
   """Makes vmap one larger batch: the mapped axis joins the leading one of every operand.
 
-  Operands whose index is in `shared` may have a leading axis of 1: one for the whole batch. They
-  stay so as long as they are not mapped.
+  `fun` takes a dictionary of operands, of which `first` has the whole batch. Those in `shared` may
+  have a leading axis of 1: one for the whole batch. They stay so as long as they are not mapped.
 
   `summed` gives results, by index, the operand of which they are the gradient. That one, too, may
   have a leading axis of 1, and its gradient is then a sum over the batch; but each mapped element
@@ -29,24 +28,28 @@ def fold_batch(
   folded = custom_vmap(jax.jit(fun))
 
   @folded.def_vmap
-  def _(axis_size, is_mapped, *operands):
-    batch = operands[0].shape[1 if is_mapped[0] else 0]
+  def _(axis_size: int, mapped: list[dict[str, bool]], operands: dict[str, Any]):
+    (is_mapped,) = mapped
 
-    def join(i, x):
-      if i in shared and not is_mapped[i] and x.shape[0] == 1:
+    def num_rows(name: str) -> int:
+      return operands[name].shape[1 if is_mapped[name] else 0]
+
+    batch = num_rows(first)
+
+    def join(name: str, x):
+      if name in shared and not is_mapped[name] and x.shape[0] == 1:
         return x  # Still shared by all.
-      if not is_mapped[i]:
+      if not is_mapped[name]:
         x = x[None]
       x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
       return x.reshape(axis_size * batch, *x.shape[2:])
 
-    def part(i, x):
+    def part(i: int, x):
       x = x.reshape(axis_size, batch, *x.shape[1:])
-      source = (summed or {}).get(i)
-      is_sum = source is not None and operands[source].shape[1 if is_mapped[source] else 0] == 1
+      is_sum = i in summed and num_rows(summed[i]) == 1
       return x.sum(axis=1, keepdims=True) if is_sum and batch != 1 else x
 
-    results = folded(*(join(i, x) for i, x in enumerate(operands)))
+    results = folded({name: join(name, x) for name, x in operands.items()})
     return tuple(part(i, x) for i, x in enumerate(results)), (True,) * len(results)
 
   return folded
