@@ -243,9 +243,9 @@ struct BackwardConsumer {
     for (bool is_last = false; !is_last;) {
       // By a shuffle: the compiler then knows that it is the same for a whole warp.
       num_done = __shfl_sync(~0u, num_done, 0);
-      // All rings have two stages, and one position: a register less.
-      static_assert(Config::kXStages == 2 && Config::kYStages == 2 && Config::kDsStages == 2);
-      const int parity = num_done % 2, x_stage = parity, y_stage = parity;
+      // All positions in rings follow from the number of blocks: a register less.
+      static_assert(Config::kXStages == 2 && Config::kDsStages == 2);
+      const int parity = num_done % 2, x_stage = parity, y_stage = YStage();
       x_ring = {parity, num_done / 2 % 2};
       WaitForX();
       block.IssueScores(x_stage);
@@ -289,17 +289,21 @@ struct BackwardConsumer {
       FenceRegisters(block.dq);
       // The other warpgroup may now read this dS, and write over the one before.
       ArriveByWarp(&shared.ds_full[parity], thread);
-      if (!(num_done & kFirst)) AddDqByQuery();
+      if (!(num_done & kFirst)) AddDqByQuery(parity ^ 1);
       SetDqTarget(x_stage, parity, 0);
       if constexpr (Config::kHasSoftcap) is_last = BlockFlags() & kLast;  // A register less.
       GiveBackX(x_stage);
       num_done = (num_done & ~kFirst) + 1;
     }
+    // Else the compiler keeps the phase of the last block's queries, as that of its dS is the same,
+    // and with a cap there is no register for it.
+    if constexpr (Config::kHasSoftcap) asm volatile("" : "+r"(num_done));
+    const int dq_parity = (num_done - 1) % 2;
     WaitForDs(num_done - 1);
-    block.IssueDqByQuery(Ds((num_done - 1) % 2));
+    block.IssueDqByQuery(Ds(dq_parity));
     WaitWgmma<0>();
     FenceRegisters(block.dq);
-    AddDqByQuery();
+    AddDqByQuery(dq_parity);
   }
 
   // dS has two stages in turn, or as many as queries, at the same position.
@@ -409,28 +413,25 @@ struct BackwardConsumer {
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 
-  // The same where its product has queries as rows: both steps.
-  __device__ __forceinline__ void AddDqByQuery() {
+  // The same where its product has queries as rows.
+  __device__ __forceinline__ void AddDqByQuery(int ds_stage) {
     constexpr int kDims = Config::kDqPanelDims;
     const int lane = thread % 32;
     // Of the first of two units of eight queries.
     float* place = shared.dq + (warpgroup * Config::kDqQueries + thread / 32 * 16) * kDims +
                    DqSumPlaceByQuery(lane / 4, 2 * (lane % 4));
+    Wait(&shared.dq_empty[warpgroup], DqPhase(ds_stage, 0) ^ 1);
 #pragma unroll
-    for (int step = 0; step < Config::kDqSteps; ++step) {
-      Wait(&shared.dq_empty[warpgroup], DqPhase(0, step) ^ 1);
+    for (int i = 0; i < kDims / 8; ++i) {
+      const float* dims = block.dq + 4 * i;
 #pragma unroll
-      for (int i = 0; i < kDims / 8; ++i) {
-        const float* dims = block.dq + 4 * (step * (kDims / 8) + i);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          *reinterpret_cast<float2*>(place + r * 8 * kDims + DqSumPlaceByQuery(0, 8 * i)) =
-              make_float2(dims[2 * r], dims[2 * r + 1]);
-        }
+      for (int r = 0; r < 2; ++r) {
+        *reinterpret_cast<float2*>(place + r * 8 * kDims + DqSumPlaceByQuery(0, 8 * i)) =
+            make_float2(dims[2 * r], dims[2 * r + 1]);
       }
-      FenceAsyncProxy();
-      ArriveByWarp(&shared.dq_full[warpgroup], thread);
     }
+    FenceAsyncProxy();
+    ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 };
 

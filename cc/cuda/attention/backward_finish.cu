@@ -84,7 +84,7 @@ __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
                                              args.num_rows * args.sum.num_dims;
   const float* eight = of_head + (int64_t{panel} * args.num_rows + query / 8 * 8) * kPanelDims;
   float x[2][8];
-  if constexpr (kPanelDims == 48) {
+  if constexpr (kPanelDims == 96) {
     ReadByQuery(eight, query % 8, in_panel, args.scale, x);
   } else {
     ReadByPair(eight, query % 8, in_panel, args.scale, x);
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads) FinishBackwardKernel(FinishArgs args
   WaitForPreviousKernel();
   LetNextKernelStart();
   if (blockIdx.x < args.num_dq_blocks) {
-    if (DqPanelDims(args.sum.num_dims) == 48) {
-      FinishDq<Element, 48>(args);
+    if (DqPanelDims(args.sum.num_dims) == 96) {
+      FinishDq<Element, 96>(args);
     } else {
       FinishDq<Element, 64>(args);
     }

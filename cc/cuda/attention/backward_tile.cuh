@@ -75,11 +75,10 @@ __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
-// Where the target of a step is said: for each block, or for each step where it is said just
-// before.
+// Where the target of a step is said.
 template <typename Config>
 __device__ __forceinline__ int DqSlot(int block_parity, int step) {
-  return Config::kDqSteps == 1 || Config::kDqIsLate ? block_parity : step;
+  return Config::kDqSteps == 1 ? block_parity : step;
 }
 
 // What a block of threads has for its cluster, if it is in one.

@@ -101,12 +101,14 @@ struct BackwardTile<128, 128, kHasSoftcap> {
   static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 48 : 80;
   static constexpr int kRowStages = 1, kXStages = kHasSoftcap ? 3 : 2, kYStages = 2;
 };
-// Gradients take 160 registers. Scores are packed before dP needs its own, and queries are the rows
-// of dQ's product: there must be 64.
+// Gradients take 160 registers of 240, and one product at a time 48 more. Scores are packed before
+// dP needs its own, and queries are the rows of dQ's product: there must be 64. Of 227 KB of shared
+// memory, keys take 48, values 32, queries 48, dO 16, dS 32 and dQ 48: dO has one stage, so that
+// all of a block's dQ has room at once and no warpgroup waits for the first half to be read.
 template <bool kHasSoftcap>
 struct BackwardTile<192, 128, kHasSoftcap> {
   static constexpr int kDimParts = 1, kBlockColumns = 64;
-  static constexpr int kRowStages = 1, kXStages = 2, kYStages = 2;
+  static constexpr int kRowStages = 1, kXStages = 2, kYStages = 1;
 };
 template <bool kHasSoftcap>
 struct BackwardTile<256, 256, kHasSoftcap> {
@@ -150,12 +152,10 @@ struct BackwardConfig : Tile_ {
   // The product for dQ: warpgroups share its panels of dims or, where there is but one, the
   // queries. Each adds a panel to memory in a step.
   static constexpr bool kSplitQueries = kHeadDim == 64;
-  static constexpr int kDqPanelDims = kTakesTurns ? 48 : 64;
+  static constexpr int kDqPanelDims = kTakesTurns ? 96 : 64;
   static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (kDqPanelDims * kNumConsumers);
   static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
-  // Of one product, a thread's: that is a step's, or all.
-  static constexpr int kDqRegisters =
-      kDqPanelDims * kDqQueries / kWarpgroup * (kTakesTurns ? kDqSteps : 1);
+  static constexpr int kDqRegisters = kDqPanelDims * kDqQueries / kWarpgroup;
   // Of keys in shared memory. Half of 192 dims is no multiple of 64.
   static constexpr int kRowPanelDims = kTakesTurns ? 32 : 64;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
@@ -176,7 +176,7 @@ struct BackwardConfig : Tile_ {
   static_assert(kSplitQueries || kDqSteps * kNumConsumers * kDqPanelDims == kHeadDim,
                 "the steps of dQ's product cover all dims");
   static_assert(!kTakesTurns || (Tile::kBlockColumns == 64 && Tile::kDimParts == 1 &&
-                                 kHeadDim / kNumConsumers % kRowPanelDims == 0),
+                                 kDqSteps == 1 && kDqPanelDims % kRowPanelDims == 0),
                 "dQ's product has 64 queries, and whole panels of keys");
   static_assert(!kSplitQueries || kDqQueries % 8 == 0, "half a block of queries is wgmma's N");
   static_assert(kClusterSize == 1 || !kCutsHeads, "clusters are for masks that are known");

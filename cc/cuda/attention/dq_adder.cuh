@@ -17,11 +17,10 @@ struct DqAdder {
   __device__ __forceinline__ void Run() {
     if (!params.dq_order.is_fixed() && lane > 0) return;  // One thread is enough.
     constexpr int kDims = Config::kDqPanelDims;
-    uint32_t block_parity = 0;  // Where a block has two steps.
-    for (uint32_t phase = 0;; block_parity ^= phase, phase ^= 1) {
+    // It alternates with the block, or with the step where a block has two; so does the slot.
+    for (uint32_t phase = 0;; phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
-      const int slot = DqSlot<Config>(Config::kDqSteps == 1 ? phase : block_parity, phase);
-      const DqTarget& said = shared.dq_target[warpgroup][slot];
+      const DqTarget& said = shared.dq_target[warpgroup][phase];
       DqTarget target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
       if (target.head < 0) break;
       target.query += DqFirstQuery<Config>(warpgroup);
