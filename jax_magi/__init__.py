@@ -1,6 +1,6 @@
 """Flexible, exact attention for JAX, and fused softmax for the attention that is not flash."""
 
-from jax_magi import optim
+from jax_magi import optim, overlap
 from jax_magi._src.attention.api import AttnForwardMeta, attention, flex_flash_attn_func
 from jax_magi._src.attention.dot_product import dot_product_attention
 from jax_magi._src.attention.explain import Explanation, explain_attention
@@ -65,6 +65,7 @@ __all__ = [
   "magi_attn_varlen_key",
   "merge_attention",
   "optim",
+  "overlap",
   "roll",
   "scaled_masked_softmax",
   "scaled_softmax",

@@ -88,6 +88,19 @@ def check_choice(name: str, choice: Any, choices: tuple[Any, ...]) -> Any:
   return choice
 
 
+def check_array(name: str, x: Any) -> tuple[Any, ...]:
+  """The shape of an array, or of what numpy makes one of numbers of."""
+  if hasattr(x, "shape") and hasattr(x, "dtype"):
+    return tuple(x.shape)
+  try:
+    array = np.asarray(x)
+  except ValueError:  # Lists of different lengths.
+    array = np.asarray(None)
+  if array.dtype.kind not in "biufc":
+    raise ValueError(f"{name} must be an array, got {x!r}")
+  return array.shape
+
+
 def concrete(x: Any) -> np.ndarray | None:
   """The value of `x` as a numpy array, or None where only its type is known (a tracer)."""
   if isinstance(x, jax.core.Tracer):

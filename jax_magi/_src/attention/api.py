@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.batch import attend
 from jax_magi._src.masks.mask import AttentionMask
@@ -75,7 +76,7 @@ def attention(
     nothing are zero.
   """
   checks.check_qkv(q, k, v)
-  checks.check_mask(mask, q.shape[0], k.shape[0])
+  checks.check_mask(mask, q, k)
   config = checks.make_config(
     q,
     v,
@@ -85,6 +86,7 @@ def attention(
     sm_margin=sm_margin,
     implementation=implementation,
   )
+  return_max_logits = check_flag("return_max_logits", return_max_logits)
   sink = checks.check_sink(sink, q.shape[1])
   bias = checks.check_bias(bias, (q.shape[1], q.shape[0], k.shape[0]), q.dtype)
   slopes = checks.check_alibi_slopes(alibi_slopes, ((q.shape[1],),))

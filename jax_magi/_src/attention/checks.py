@@ -7,7 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import MAX_LENGTH, check_flag, check_no_symbols, check_number
+from jax_magi._src.arguments import (
+  MAX_LENGTH,
+  check_array,
+  check_flag,
+  check_no_symbols,
+  check_number,
+)
 from jax_magi._src.attention.ops import PLAIN, AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.native.backends import check_implementation, num_multiprocessors
@@ -36,7 +42,10 @@ def check_qkv(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "
     raise ValueError(f"{all_names} must hold floating point numbers, got {q.dtype}")
   if q.dtype not in _DTYPES:
     dtypes = ", ".join(str(d) for d in _DTYPES)
-    raise NotImplementedError(f"{all_names} must have one of the dtypes {dtypes}, got {q.dtype}")
+    raise NotImplementedError(
+      f"{all_names} must have one of the dtypes {dtypes}, got {q.dtype}; cast them, for example "
+      f"with {q_name}.astype(jnp.float32)"
+    )
 
   k_len, num_kv_heads, head_dim = k.shape
   if q.shape[2] != head_dim:
@@ -58,8 +67,8 @@ def check_qkv(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "
     )
 
 
-def check_mask(mask: Any, q_len: int, k_len: int) -> None:
-  """The mask belongs to these lengths."""
+def check_mask(mask: Any, q: Any, k: Any) -> None:
+  """The mask belongs to the lengths of q and k, `[length, heads, dim]`."""
   if not isinstance(mask, AttentionMask):
     raise ValueError(f"mask must be an AttentionMask, got {type(mask).__name__}")
   if np.ndim(mask.slices) != 2:
@@ -67,7 +76,14 @@ def check_mask(mask: Any, q_len: int, k_len: int) -> None:
       f"mask must have slices [num_slices, 6], got {list(np.shape(mask.slices))}; "
       "for a batch of masks, use jax.vmap or dot_product_attention"
     )
-  _check_lengths(mask, q_len, k_len, "q", "k")
+  lengths = (mask.q_len, mask.k_len)
+  if (q.shape[1], k.shape[1]) == lengths != (q.shape[0], k.shape[0]):
+    raise ValueError(
+      f"q must be [length, num_heads, head_dim], but {list(q.shape)} looks like [num_heads, "
+      f"length, head_dim]: the mask is for {mask.q_len} queries and {mask.k_len} keys; try "
+      "q.swapaxes(0, 1), and so k and v"
+    )
+  _check_lengths(mask, q.shape[0], k.shape[0], "q", "k")
 
 
 def slices_of_batch(mask: AttentionMask, batch: int, q_len: int, k_len: int) -> Any:
@@ -106,7 +122,7 @@ def check_sink(sink: Any, num_q_heads: int) -> Any:
   if sink is None:
     # By numpy: jax_debug_infs looks at what JAX computes.
     return np.full(num_q_heads, -np.inf, np.float32)
-  shape = np.shape(sink)
+  shape = check_array("sink", sink)
   if len(shape) not in (1, 2) or shape[-1] != num_q_heads:
     raise ValueError(
       f"sink must be [{num_q_heads}] or [num_sink, {num_q_heads}], got {list(shape)}"
@@ -143,6 +159,7 @@ def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
   """
   if bias is None:
     return None
+  check_array("bias", bias)
   check_broadcastable("bias", bias, shape)
   bias = jnp.asarray(bias)
   if bias.dtype not in _DTYPES:
@@ -159,7 +176,7 @@ def check_alibi_slopes(slopes: Any, shapes: tuple[tuple[Any, ...], ...]) -> Any:
   """float32 slopes of one of these shapes, broadcast to the last of them; None stays so."""
   if slopes is None:
     return None
-  sizes = tuple(np.shape(slopes))
+  sizes = check_array("alibi_slopes", slopes)
   if sizes not in shapes:
     expected = " or ".join(str(list(shape)) for shape in shapes)
     raise ValueError(f"alibi_slopes must be {expected}, got {list(sizes)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -149,6 +150,8 @@ def context_parallel_attention(
   """
   check_key(key)
   mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+    raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
   for axes in (axis_name, batch_axis, head_axis):
     for axis in axes if isinstance(axes, tuple) else (axes,):
       if axis is not None and axis not in mesh.axis_names:
@@ -168,6 +171,7 @@ def context_parallel_attention(
     )
   if batch_axis is not None and not has_batch:
     raise ValueError(f"batch_axis is {batch_axis!r}, but q has no batch: {list(q.shape)}")
+  _check_whole_arrays(q, k, v, key, mesh, axis_name, batch_axis, head_axis)
   is_stack = np.ndim(key.q_chunks) == 3
   if is_stack and not has_batch:
     raise ValueError(f"key is a stack of keys, but q has no batch: {list(q.shape)}")
@@ -201,6 +205,40 @@ def context_parallel_attention(
     for operand, spec in zip(operands, in_specs, strict=True)
   )
   return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, meta))(*operands)
+
+
+def _check_whole_arrays(q, k, v, key, mesh, axis_name, batch_axis, head_axis) -> None:
+  """What `shard_map` would refuse in its own words, and a batch without rows."""
+  spec = key.spec
+  if mesh.shape[axis_name] != spec.cp_size:
+    raise ValueError(
+      f"the key is for cp_size={spec.cp_size}, but the mesh axis {axis_name!r} has size "
+      f"{mesh.shape[axis_name]}"
+    )
+
+  def parts(axes):
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return math.prod(mesh.shape[name] for name in names)
+
+  sides = (("q", q, spec.q_local), ("k", k, spec.k_local), ("v", v, spec.k_local))
+  for name, x, local in sides:
+    if x.ndim != q.ndim:
+      raise ValueError(f"{name} must have as many axes as q, got {list(x.shape)}")
+    length, heads, _ = x.shape[-3:]
+    if length != spec.cp_size * local:
+      raise ValueError(
+        f"{name} must have the {spec.cp_size * local} rows that dispatch makes, got {list(x.shape)}"
+      )
+    if heads % parts(head_axis):
+      raise ValueError(
+        f"{name}'s {heads} heads must be a multiple of the {parts(head_axis)} devices along "
+        f"head_axis={head_axis!r}"
+      )
+    if x.ndim == 4 and (x.shape[0] == 0 or x.shape[0] % parts(batch_axis)):
+      raise ValueError(
+        f"{name}'s batch must be a positive multiple of the {parts(batch_axis)} devices along "
+        f"batch_axis={batch_axis!r}, got {list(x.shape)}"
+      )
 
 
 def stack_keys(keys: Sequence[DistAttnKey], capacities: Capacities | None = None) -> DistAttnKey:
@@ -239,6 +277,12 @@ def _check_grad_dtype(dtype: Any) -> np.dtype:
 def _part_of_rank(key: Any, axis_name: str) -> DistAttnKey:
   """The rank's part of a key: leaves with a leading axis of 1."""
   size = check_axis("calc_attn", check_key(key), axis_name)
+  if key.spec.transport in ("two_level", "ragged"):
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+      raise NotImplementedError(
+        f"transport={key.spec.transport!r} needs shard_map: {axis_name!r} is an axis of jax.vmap, "
+        "for which JAX lacks its collectives; 'all_to_all' and 'all_gather' work there"
+      )
   num_ranks = np.shape(check_one_key(key).q_chunks)[0]
   if num_ranks == 1:
     return key

@@ -33,8 +33,12 @@ def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -
   x = x if hasattr(x, "ndim") else np.asarray(x)
   if x.ndim == 0 or x.shape[0] != length:
     raise ValueError(f"x must have the {length} tokens of the key's mask, got {list(x.shape)}")
+  if _is_prng_key(x):
+    return _of_key_data(dispatch, x, key, role)
   xp = _library(x, chunks)
   padding = chunks.size * chunk_size - length
+  if padding:
+    pad_value = _check_pad_value(pad_value, x.dtype)
   widths = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
 
   def fun(x, chunks):
@@ -54,6 +58,8 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
     raise ValueError(
       f"x must have the {chunks.size * chunk_size} rows of all ranks, got {list(x.shape)}"
     )
+  if _is_prng_key(x):
+    return _of_key_data(undispatch, x, key, role)
   xp = _library(x, chunks)
 
   def fun(x, chunks):
@@ -157,6 +163,25 @@ def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
       f"the key is for cp_size={key.spec.cp_size}, but the mesh axis {axis_name!r} has size {size}"
     )
   return size
+
+
+def _is_prng_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _of_key_data(fun: Callable, x: Any, key: DistAttnKey, role: str) -> Any:
+  """PRNG keys in another order; those of padding are made of zeros."""
+  data = fun(jax.random.key_data(x), key, role=role)
+  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def _check_pad_value(value: Any, dtype: Any) -> Any:
+  """A value that rows of this dtype can hold: `xp.pad` would truncate 0.5 to an integer."""
+  if isinstance(value, jax.core.Tracer) or not jnp.issubdtype(dtype, jnp.integer):
+    return value
+  if np.ndim(value) != 0 or int(value) != value:
+    raise ValueError(f"pad_value must be one {dtype}, as x is, got {value!r}")
+  return value
 
 
 def _on_mesh(fun: Callable, x: Any, key: Any, length: int) -> Any:

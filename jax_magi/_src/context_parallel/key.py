@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_magi._src.arguments import check_length
 from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import Dispatch, Plan, to_table
@@ -40,6 +41,14 @@ class Capacities:
   runs: int
   hops: tuple[tuple[Hop, ...], ...]
   overlap_degree: int
+
+  def __post_init__(self):
+    for name in ("slices", "runs", "overlap_degree"):
+      check_length(name, getattr(self, name))
+    for rows in self.rows:
+      check_length("rows", rows)
+    if not all(isinstance(hop, Hop) for hops in self.hops for hop in hops):
+      raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
 
   def __or__(self, other: Capacities) -> Capacities:
     ways = [(room.overlap_degree, [_levels(t) for t in room.hops]) for room in (self, other)]

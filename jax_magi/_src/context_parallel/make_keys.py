@@ -105,7 +105,7 @@ def magi_attn_flex_key(
     count = num_chunks(mask.k_len, size, cp_size)
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
   ranks = check_ranks(cp_size, ranks_per_node)
-  links = links or Links()
+  links = _check_links(links)
   sides = [(x, keys or x) for x in _dispatches(mask, ranks, chunk_size, dispatch, keys, links)]
   return _plan_key(mask, sides, overlap_degree, capacities, transport, ranks, links)
 
@@ -132,6 +132,9 @@ def magi_attn_varlen_key(
     cp_size: number of ranks.
     **options: as in `magi_attn_flex_key`.
   """
+  _check_total("total_seqlen", total_seqlen, "cu_seqlens_q", cu_seqlens_q)
+  other = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+  _check_total("total_seqlen_k", total_seqlen_k, "cu_seqlens_k", other)
   k_len = total_seqlen_k
   if k_len is None and (cu_seqlens_k is None or np.array_equal(cu_seqlens_q, cu_seqlens_k)):
     k_len = total_seqlen
@@ -178,7 +181,7 @@ def key_for_new_mask(
     keys = _dispatch_of(key.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
   degree = spec.overlap_degree if overlap_degree is None else overlap_degree
   sides = [(queries, keys)]
-  return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, links or Links())
+  return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, _check_links(links))
 
 
 def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
@@ -196,6 +199,9 @@ def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
   else:
     if k_ranges is None:
       raise ValueError("k_ranges must be given with q_ranges")
+    for name, length in (("total_seqlen", q_len), ("total_seqlen_k", k_len)):
+      if length is not None:
+        check_length(name, length)
     k_len = q_len if k_len is None else k_len
     mask = AttentionMask.from_ranges(q_ranges, k_ranges, attn_type_map, q_len=q_len, k_len=k_len)
     if q_len is None and k_len is None and mask.q_len != mask.k_len:
@@ -210,6 +216,23 @@ def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
   if slices.ndim != 2:
     raise ValueError(f"the mask must have slices [num_slices, 6], got {list(slices.shape)}")
   return AttentionMask(slices, mask.q_len, mask.k_len)
+
+
+def _check_total(name: str, length: Any, cu_name: str, cu_seqlens: Any) -> None:
+  """A length that is given, and is not less than that of all documents."""
+  if length is None:
+    return
+  cu = as_int32(cu_name, cu_seqlens, ("num_documents + 1",))
+  if check_length(name, length) < (int(cu[-1]) if cu.size and isinstance(cu, np.ndarray) else 0):
+    raise ValueError(f"{name} must be at least the {cu[-1]} tokens of {cu_name}, got {length}")
+
+
+def _check_links(links: Any) -> Links:
+  if links is None:
+    return Links()
+  if not isinstance(links, Links):
+    raise ValueError(f"links must be Links or None, got {links!r}")
+  return links
 
 
 def _check_positive(name: str, value: Any) -> int:

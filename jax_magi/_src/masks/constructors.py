@@ -180,6 +180,11 @@ class MaskConstructors:
         raise ValueError(f"{name} must begin with 0, got no entries")
       if isinstance(cu, np.ndarray) and cu[0] != 0:
         raise ValueError(f"{name} must begin with 0 (sums of lengths, not lengths), got {cu[0]}")
+      if isinstance(cu, np.ndarray) and (np.diff(cu) < 0).any():
+        i = int(np.argmax(np.diff(cu) < 0))
+        raise ValueError(
+          f"{name} must not decrease, got {cu[i]} and {cu[i + 1]} at {i} and {i + 1}"
+        )
     q_ranges, k_ranges = (
       (np if isinstance(cu, np.ndarray) else jnp).stack([cu[:-1], cu[1:]], axis=1)
       for cu in (cu_q, cu_k)

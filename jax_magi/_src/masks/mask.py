@@ -85,6 +85,13 @@ class AttentionMask(MaskConstructors):
       object.__setattr__(mask, name, value)
     return mask
 
+  def __setstate__(self, state: dict[str, Any]) -> None:
+    """For pickle and copy, which make arrays that can be written to."""
+    for name, value in state.items():
+      object.__setattr__(self, name, value)
+    if isinstance(self.slices, np.ndarray):
+      self.slices.flags.writeable = False
+
   # --- equality ---
 
   def __eq__(self, other: object) -> bool:

@@ -110,6 +110,8 @@ class Backend:
       bias_in_order: a bias `[batch or 1, num_q_heads or 1, q_len or 1, k_len]` whose gradient is
         wanted, and must be equal bit for bit from run to run; None is none.
     """
+    if self.module is None:
+      return _NOT_BUILT
     dtypes = " and ".join(jnp.dtype(d).name for d in self.attention_dtypes)
     if q.dtype not in self.attention_dtypes:
       return f"the kernels take {dtypes}, not {q.dtype}"
@@ -133,6 +135,8 @@ class Backend:
 
   def softmax_obstacle(self, x: Any) -> str | None:
     """Why the softmax kernels cannot be used for `x`; None if they can."""
+    if self.module is None:
+      return _NOT_BUILT
     if x.dtype not in _SOFTMAX_DTYPES:
       return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
     if has_symbols(x.shape):
@@ -148,7 +152,7 @@ class Backend:
 
   def _device_obstacle(self, devices: Devices) -> str | None:
     if self.module is None:
-      return "this build of jax_magi has no kernels for it"
+      return _NOT_BUILT
     return devices.obstacle(self.platform)
 
   def _build_obstacle(self, q: Any, dims: tuple[int, int], has_terms: bool) -> str | None:
@@ -186,6 +190,7 @@ def _import(name: str) -> Any:
     return None
 
 
+_NOT_BUILT = "this build of jax_magi has no kernels for it"
 _SOFTMAX_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 CPU = Backend("cpu", "cpu", _import("_cpu"))
@@ -224,7 +229,9 @@ def check_implementation(
     plain: the name of the plain path.
     obstacle: why a backend cannot be used; None if it can.
   """
-  check_choice("implementation", implementation, (None, *BACKENDS, plain))
+  # Attention takes "xla" for its plain path, too.
+  choices = dict.fromkeys((None, *BACKENDS, plain, "xla"))
+  check_choice("implementation", implementation, tuple(choices))
   reason = obstacle(BACKENDS[implementation]) if implementation in BACKENDS else None
   if reason is not None:
     raise NotImplementedError(

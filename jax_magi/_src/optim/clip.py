@@ -192,7 +192,8 @@ def check_threshold(threshold: Any) -> None:
   if isinstance(threshold, jax.core.Tracer) and threshold.ndim == 0:
     return
   try:
-    is_positive = np.ndim(threshold) == 0 and bool(np.asarray(threshold) > 0)
+    is_number = not isinstance(threshold, (bool, np.bool_)) and np.ndim(threshold) == 0
+    is_positive = is_number and bool(np.asarray(threshold) > 0)
   except TypeError:  # None, a string, a schedule: nothing that has an order.
     is_positive = False
   if not is_positive:

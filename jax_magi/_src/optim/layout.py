@@ -46,9 +46,15 @@ class Layout:
       )
 
 
-@functools.cache
 def parse_layout(text: str) -> Layout:
   """Parses `"layers embed -> heads dim"`, `"embed -> (heads dim)"`, `"-> heads dim"`."""
+  if not isinstance(text, str):
+    raise ValueError(f"layout must be a string such as 'embed -> heads dim', got {text!r}")
+  return _parse_layout(text)
+
+
+@functools.cache
+def _parse_layout(text: str) -> Layout:
   axes: list[tuple[str, ...]] = []
   group: list[str] | None = None
   num_inputs = None

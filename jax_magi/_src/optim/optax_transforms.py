@@ -177,7 +177,8 @@ def muon_clip(
     muon_weight_dimension_numbers=dimension_numbers,
     **muon_options,
   )
-  accumulate = not isinstance(every_k_schedule, int) or every_k_schedule > 1
+  every_k_schedule = _check_schedule(every_k_schedule)
+  accumulate = every_k_schedule != 1
   if accumulate:
     muon = optax.MultiSteps(muon, every_k_schedule).gradient_transformation()
   both = optax.chain(muon, qk_clip(projections, threshold, accumulate=accumulate, report=report))
@@ -217,6 +218,15 @@ def raise_if_broken(state: Any) -> None:
     raise_if_any({name: np.asarray(count) > 0 for name, count in counts.items()})
 
 
+def _check_schedule(schedule: Any) -> int | Callable[[Any], Any]:
+  if callable(schedule):
+    return schedule
+  is_integer = isinstance(schedule, (int, np.integer)) and not isinstance(schedule, bool)
+  if not is_integer or schedule < 1:
+    raise ValueError(f"every_k_schedule must be a positive integer or a schedule, got {schedule!r}")
+  return int(schedule)
+
+
 def _import_optax(name: str) -> Any:
   try:
     importlib.import_module("optax.contrib")
@@ -249,6 +259,10 @@ def _clip_update(update: jax.Array, param: jax.Array, factor: jax.Array) -> jax.
 
 def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict[str, Layout]:
   """Layouts of all matrices, by path; biases of projections are none."""
+  if not isinstance(matrices, Mapping):
+    raise ValueError(
+      f"matrices must be a dictionary of layouts by path, got {type(matrices).__name__}"
+    )
   layouts = {path: parse_layout(text) for path, text in matrices.items()}
   for path, layout in layouts.items():
     if layout.muon_axes() is None:

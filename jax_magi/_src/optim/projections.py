@@ -40,7 +40,13 @@ class Projection:
   dims: tuple[int, int] | None = None
 
   def __post_init__(self):
+    if not isinstance(self.path, str):
+      raise ValueError(f"path must be a string, keys joined by '/', got {self.path!r}")
     layout = self.parsed
+    heads = self.num_heads
+    is_integer = isinstance(heads, (int, np.integer)) and not isinstance(heads, bool)
+    if heads is not None and not (is_integer and heads > 0):
+      raise ValueError(f"num_heads of {self.path} must be a positive integer, got {heads!r}")
     if HEADS not in layout.names:
       raise ValueError(f"layout of {self.path} must name heads, got {self.layout!r}")
     if _LAYER in self.path and LAYERS in layout.names:

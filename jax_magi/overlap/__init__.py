@@ -8,8 +8,6 @@ schedule = overlap.schedule_of(compiled.as_text())
 assert not overlap.faults_of(schedule)
 """
 
-import sys
-
 from jax_magi._src.overlap.command import main
 from jax_magi._src.overlap.flags import recommended_flags
 from jax_magi._src.overlap.guard import faults_of
@@ -57,6 +55,3 @@ __all__ = [
   "schedule_of",
   "total_of",
 ]
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -1,0 +1,174 @@
+"""Mistakes that once went unnoticed, or were blamed on another argument."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import jax_magi
+from jax_magi import AttentionMask, optim
+from jax_magi._src.native.backends import HOPPER
+from tests.arrays import normal
+
+_Q = normal(16, 4, 8)
+_MASK = AttentionMask.causal(16)
+_KEY = jax_magi.magi_attn_varlen_key([0, 16], cp_size=2)
+_SHORT_KEY = jax_magi.magi_attn_varlen_key([0, 15], cp_size=2)
+
+
+def _attention(**options):
+  return jax_magi.attention(_Q, _Q, _Q, _MASK, **options)
+
+
+def _mesh(**axes):
+  types = (AxisType.Auto,) * len(axes)
+  devices = jax.devices()[: np.prod(list(axes.values()))]
+  return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
+
+
+def _on_mesh(q=_Q, key=_KEY, mesh=None, **axes):
+  mesh = _mesh(cp=2, tp=3) if mesh is None else mesh
+  return jax_magi.context_parallel_attention(q, q, q, key, mesh=mesh, **axes)
+
+
+def _projection(**change):
+  return optim.Projection(
+    **{"path": "q", "layout": "embed -> (heads dim)", "num_heads": 2} | change
+  )
+
+
+def _muon(**options):
+  projections = optim.QkProjections(_projection(), _projection(path="k"))
+  return optim.muon_clip(0.1, projections, **{"matrices": {}} | options)
+
+
+@pytest.mark.parametrize(
+  ("call", "match"),
+  [
+    (lambda: _attention(return_max_logits="no"), "return_max_logits must be True or False"),
+    (
+      lambda: jax.jit(lambda flag: _attention(return_max_logits=flag)[0])(True),
+      "return_max_logits must be True or False, got a traced value",
+    ),
+    (lambda: _attention(implementation="gpu"), "implementation must be one of .*'xla'"),
+    (lambda: _attention(bias="no"), "bias must be an array, got 'no'"),
+    (lambda: _attention(bias=[[1.0], [1.0, 2.0]]), "bias must be an array"),
+    (lambda: _attention(sink={}), "sink must be an array"),
+    (lambda: _attention(alibi_slopes=object()), "alibi_slopes must be an array"),
+    (
+      lambda: jax_magi.attention(*[_Q.swapaxes(0, 1)] * 3, _MASK),
+      r"q must be \[length, num_heads, head_dim\], but \[4, 16, 8\] looks like",
+    ),
+    (lambda: _on_mesh(mesh="cp"), "mesh must be a jax.sharding.Mesh"),
+    (lambda: _on_mesh(mesh=_mesh(cp=4)), "key is for cp_size=2, but the mesh axis 'cp' has size 4"),
+    (lambda: _on_mesh(q=_Q[:15]), "q must have the 16 rows that dispatch makes"),
+    (lambda: _on_mesh(head_axis="tp"), "q's 4 heads must be a multiple of the 3 devices along"),
+    (lambda: _on_mesh(q=np.zeros((0, *_Q.shape), np.float32)), "q's batch must be a positive"),
+    (
+      lambda: jax_magi.magi_attn_varlen_key([0, 16], cp_size=2, links=3),
+      "links must be Links or None, got 3",
+    ),
+    (
+      lambda: jax_magi.magi_attn_varlen_key([0, 16, 8], cp_size=2),
+      "cu_seqlens_q must not decrease, got 16 and 8 at 1 and 2",
+    ),
+    (
+      lambda: jax_magi.magi_attn_varlen_key([0, 16], total_seqlen=8, cp_size=2),
+      "total_seqlen must be at least the 16 tokens of cu_seqlens_q, got 8",
+    ),
+    (
+      lambda: jax_magi.magi_attn_flex_key([[0, 8]], [[0, 8]], total_seqlen=-1, cp_size=2),
+      "total_seqlen must lie in",
+    ),
+    (
+      lambda: jax_magi.Capacities("no", (1,), 2, (), 1),
+      "slices must be a static integer, got 'no'",
+    ),
+    (lambda: jax_magi.Capacities(1, (1,), 2, (("no",),), 1), "hops must be collectives"),
+    (
+      lambda: jax_magi.dispatch(np.arange(15), _SHORT_KEY, pad_value=0.5),
+      "pad_value must be one int",
+    ),
+    (lambda: optim.qk_clip_gamma(np.ones(2, np.float32), True), "threshold must be a positive"),
+    (lambda: _muon(every_k_schedule=0), "every_k_schedule must be a positive integer"),
+    (lambda: _muon(every_k_schedule=2.0), "every_k_schedule must be a positive integer"),
+    (lambda: _muon(matrices=["a"]), "matrices must be a dictionary of layouts by path, got list"),
+    (lambda: _muon(matrices={"a": 3}), "layout must be a string"),
+    (lambda: _projection(layout=["embed"]), "layout must be a string"),
+    (lambda: _projection(path=3), "path must be a string"),
+    (lambda: _projection(num_heads=0), "num_heads of q must be a positive integer, got 0"),
+    (lambda: _projection(num_heads=-2), "num_heads of q must be a positive integer, got -2"),
+    (lambda: _projection(num_heads=2.0), "num_heads of q must be a positive integer, got 2.0"),
+  ],
+)
+def test_errors_name_the_argument(call, match):
+  with pytest.raises(ValueError, match=match):
+    call()
+
+
+def test_float64_is_told_to_cast():
+  with jax.enable_x64(True):
+    q = _Q.astype(np.float64)
+    with pytest.raises(NotImplementedError, match=r"got float64; cast them, .*q.astype"):
+      jax_magi.attention(q, q, q, _MASK)
+
+
+@pytest.mark.skipif(HOPPER.module is not None, reason="they were built")
+def test_kernels_that_were_not_built_are_not_a_matter_of_dtype():
+  with pytest.raises(NotImplementedError, match="this build of jax_magi has no kernels for it"):
+    _attention(implementation="cuda")
+  with pytest.raises(NotImplementedError, match="this build of jax_magi has no kernels for it"):
+    jax_magi.fused_scale_mask_softmax(jnp.zeros((2, 2)), implementation="cuda")
+
+
+def test_numpy_integers_are_schedules():
+  params = {"q": normal(4, 8), "k": normal(4, 8)}
+  states = [_muon(every_k_schedule=k).init(params) for k in (2, np.int64(2))]
+  assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+  assert jax.tree.structure(_muon(every_k_schedule=np.int64(1)).init(params)) == jax.tree.structure(
+    _muon().init(params)
+  )
+
+
+@pytest.mark.parametrize("way", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_copies_of_a_mask_cannot_be_written_to(way):
+  mask = way(_MASK)
+  assert mask == _MASK and hash(mask) == hash(_MASK)
+  with pytest.raises(ValueError, match="read-only"):
+    mask.slices[0, 0] = 1
+
+
+def test_random_keys_are_tokens():
+  keys = jax.random.split(jax.random.key(0), 15)
+  rows = jax_magi.dispatch(keys, _SHORT_KEY)
+  data = jax_magi.dispatch(jax.random.key_data(keys), _SHORT_KEY)
+  np.testing.assert_array_equal(jax.random.key_data(rows), data)
+  np.testing.assert_array_equal(
+    jax.random.key_data(jax_magi.undispatch(rows, _SHORT_KEY)), jax.random.key_data(keys)
+  )
+
+
+def test_overlap_is_part_of_the_package():
+  assert callable(jax_magi.overlap.measure)
+
+
+@pytest.mark.parametrize("transport", ["two_level", "ragged", "all_to_all"])
+def test_vmap_in_the_place_of_shard_map(transport):
+  per_node = 2 if transport == "two_level" else None
+  key = jax_magi.magi_attn_flex_key(_MASK, cp_size=4, transport=transport, ranks_per_node=per_node)
+
+  def rank(q, key):
+    return jax_magi.calc_attn(q, q, q, jax.tree.map(lambda x: x[None], key))[0]
+
+  ranks = jax.vmap(rank, axis_name="cp")
+  rows = jax_magi.dispatch(_Q, key).reshape(4, 4, 4, 8)
+  if transport != "all_to_all":
+    with pytest.raises(NotImplementedError, match=f"transport='{transport}' needs shard_map"):
+      ranks(rows, key)
+    return
+  out = jax_magi.undispatch(ranks(rows, key).reshape(_Q.shape), key)
+  np.testing.assert_allclose(out, _attention()[0], atol=1e-5)
