@@ -1,5 +1,7 @@
 """Context parallelism in company of other parts of JAX: batches, meshes, scans; tokens in order."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -238,3 +240,28 @@ def test_lists_are_tokens():
   rows = jax_magi.dispatch(tokens, key)
   np.testing.assert_array_equal(jax_magi.undispatch(rows.tolist(), key), tokens)
   np.testing.assert_array_equal(jax_magi.roll(rows.tolist(), key), jax_magi.roll(rows, key))
+
+
+@pytest.mark.parametrize(("saves", "num_forward"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize("keep_remote_kv", [False, True])
+def test_checkpoint_policy_can_keep_the_results_of_ranks(saves, num_forward, keep_remote_kv):
+  """A policy that saves `CHECKPOINT_NAMES` alone: no forward kernel runs again."""
+  key = magi_attn_flex_key(MASKS["documents"], cp_size=4, overlap_degree=1)
+  names = jax_magi.CHECKPOINT_NAMES if saves else ()
+
+  def rank(x, key):
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    def layer(x):
+      attended, _ = jax_magi.calc_attn(x, x, x, key, keep_remote_kv=keep_remote_kv)
+      return jnp.sin(attended)
+
+    # In a scan, or XLA's common subexpression elimination could hide the second calls.
+    return jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=2)[0]
+
+  ranks = jax.shard_map(rank, mesh=make_mesh(cp=4), in_specs=P("cp"), out_specs=P("cp"))
+  x = np.zeros((LENGTH, 2, 16), np.float32)
+  grad = jax.jit(jax.grad(lambda x: ranks(x, key).sum()))
+  text = grad.lower(jax_magi.dispatch(x, key)).compile().as_text()
+  once = jax.jit(ranks).lower(jax_magi.dispatch(x, key), key).compile().as_text()
+  forward = 'custom_call_target="jax_magi_attention_forward"'
+  assert text.count(forward) == num_forward * once.count(forward) > 0
