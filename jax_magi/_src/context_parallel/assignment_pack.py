@@ -2,9 +2,9 @@
 
 A document is a part of the sequence that sees nothing of the rest: what is together on one rank
 moves no rows at all. So documents stay whole as far as they fit, those with the most work first.
-One that is too large for a node, or a rank, goes to all of them, chunk by chunk, to where work is
-missing: a collective moves as many rows between all pairs as between the busiest one, so that two
-that share a document pay as much as all would, and for a larger part of it.
+One that is too large for a node, or a rank, goes to all of them, in runs of chunks, to where work
+is missing: a collective moves as many rows between all pairs as between the busiest one, so that
+two that share a document pay as much as all would, and for a larger part of it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ _TOLERANCE, _MORE, _MOST_TRIALS = 0.04, 1.5, 6
 # A group may be fuller than another by so much, if it has the document before or after: the chunk
 # at their border is of both.
 _WORTH_OF_A_NEIGHBOUR = 0.1
+# Runs of neighbouring chunks that a group gets of a divided document, about: fewer make the
+# backward kernels faster, more make work even.
+_RUNS_OF_GROUP = 2
 # What each group gets of documents that are divided, as if so much of its work were missing.
 _LEAST_MISSING = 0.05
 
@@ -90,9 +93,16 @@ def _filled(
       rest.append(documents[number])
   for chunks in rest:
     groups.add_in_pieces(chunks)
-  if divided:
-    groups.add_each(np.concatenate(divided))
+  groups.add_each([run for chunks in divided for run in _runs(chunks, num_groups)])
   return groups.group
+
+
+def _runs(chunks: np.ndarray, num_groups: int) -> list[np.ndarray]:
+  """A divided document in parts that stay together, some for each group."""
+  size = max(len(chunks) // (_RUNS_OF_GROUP * num_groups), 1)
+  # Neighbours only: at other nodes there may be chunks between them.
+  ends = np.flatnonzero(np.diff(chunks) != 1) + 1
+  return [part[i : i + size] for part in np.split(chunks, ends) for i in range(0, len(part), size)]
 
 
 class _Groups:
@@ -137,16 +147,24 @@ class _Groups:
       self._add(chunks[:count], group)
       chunks = chunks[count:]
 
-  def add_each(self, chunks: np.ndarray) -> None:
-    """The chunk with the most work that is left goes to the group with the least that has room."""
-    heap = [(load, g) for g, load in enumerate(self._load.tolist()) if self._room[g]]
+  def add_each(self, runs: list[np.ndarray]) -> None:
+    """The run with the most work that is left goes to the group with the least that has room."""
+    loads = [float(self._work[run].sum()) for run in runs]
+    heap = [(load, g) for g, load in enumerate(self._load.tolist())]
     heapq.heapify(heap)
-    for chunk in chunks[np.argsort(-self._work[chunks], kind="stable")].tolist():
-      load, group = heapq.heappop(heap)
-      self.group[chunk] = group
-      self._room[group] -= 1
-      if self._room[group]:
-        heapq.heappush(heap, (load + float(self._work[chunk]), group))
+    for number in np.argsort(loads, kind="stable")[::-1].tolist():
+      run, full = runs[number], []
+      while heap and self._room[heap[0][1]] < len(run):
+        full.append(heapq.heappop(heap))
+      if heap:
+        load, group = heapq.heappop(heap)
+        self._add(run, group)
+        full.append((load + loads[number], group))
+      else:
+        self.add_in_pieces(run)
+        full = [(float(self._load[group]), group) for _, group in full]
+      for entry in full:
+        heapq.heappush(heap, entry)
 
   def _free(self) -> np.ndarray:
     """Chunks that there is room for beside those that come later."""
