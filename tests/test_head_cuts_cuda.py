@@ -23,8 +23,8 @@ from tests.stages import check_stages, mask_of_weights
 pytestmark = pytest.mark.gpu
 
 # Queries of a block, by head dim; and with a cap.
-_COLUMNS = {64: 128, 128: 80, 256: 48}
-_CAPPED_COLUMNS = {64: 64, 128: 48, 256: 32}
+_COLUMNS = {64: 128, 128: 80, 256: 64}
+_CAPPED_COLUMNS = {64: 64, 128: 48, 256: 64}
 _THRESHOLDS = (16, 8, 4)
 
 

@@ -71,11 +71,13 @@ def test_products_overlap(kernels):
   # Where ptxas cannot keep a product in flight, it waits for it at once: a wait after each wgmma.
   for name, code in kernels.items():
     assert _count_products(code) >= 16, name
-    assert code.count("WARPGROUP.DEPBAR") <= 6, f"{name}: products run one by one"
+    # Where warpgroups have roles, there is a loop for each.
+    most = 8 if re.search(r"BackwardConfigILi256E", name) else 6
+    assert code.count("WARPGROUP.DEPBAR") <= most, f"{name}: products run one by one"
 
 
-def _main_loop(code: str) -> str:
-  """The shortest way back over half the products."""
+def _main_loops(code: str) -> list[str]:
+  """The shortest ways back over a third of the products: one loop, or one for each role."""
   lines = [line for line in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/ ", line)]
   index = {int(line.split("*")[1], 16): i for i, line in enumerate(lines)}
   products = np.cumsum([0, *("HGMMA" in line for line in lines)])  # Before each line.
@@ -83,10 +85,15 @@ def _main_loop(code: str) -> str:
   for end, line in enumerate(lines):
     branch = re.search(r"\bBRA\b[^;]* 0x([0-9a-f]+)", line)
     begin = index[int(branch[1], 16)] if branch else end
-    if begin < end and 2 * (products[end] - products[begin]) >= products[-1]:
+    if begin < end and 3 * (products[end] - products[begin]) >= products[-1]:
       found.append((end - begin, begin))
-  length, begin = min(found)
-  return "\n".join(lines[begin : begin + length + 1])
+  assert found
+  loops: list[range] = []
+  for length, begin in sorted(found):
+    loop = range(begin, begin + length + 1)
+    if all(loop.stop <= other.start or other.stop <= loop.start for other in loops):
+      loops.append(loop)
+  return ["\n".join(lines[loop.start : loop.stop]) for loop in loops]
 
 
 def test_descriptors_are_the_same_in_a_warp(kernels):
@@ -94,9 +101,9 @@ def test_descriptors_are_the_same_in_a_warp(kernels):
   for name, code in kernels.items():
     if "BackwardTermsConfig" in name:
       continue  # In which ptxas does not see it.
-    loop = _main_loop(code)
-    moves = len(re.findall(r"\bR2UR\b", loop))
-    assert moves <= 1.5 * _count_products(loop), f"{name}: {moves} words of descriptors are moved"
+    for loop in _main_loops(code):
+      moves = len(re.findall(r"\bR2UR\b", loop))
+      assert moves <= 1.5 * _count_products(loop), f"{name}: {moves} words of descriptors are moved"
 
 
 def test_softmax_runs_under_a_product(kernels):

@@ -12,7 +12,8 @@
 
 namespace jax_magi::cuda {
 
-// A warpgroup has 64 rows, or half the dims of all 64. Products are issued, and not waited for.
+// A warpgroup has 64 rows, or one of two roles for the same 64. Products are issued, and not waited
+// for.
 template <typename Config>
 struct BackwardBlock {
   using Element = typename Config::Element;
@@ -21,9 +22,7 @@ struct BackwardBlock {
   static constexpr uint32_t kRowXPanel = Config::kBlockRows * Config::kRowPanelDims * 2;
   static constexpr uint32_t kRowYPanel = Config::kBlockRows * 128;
   static constexpr uint32_t kColumnPanel = kColumns * 128;
-  // Columns of dx and dy that this warpgroup holds.
-  static constexpr int kXDims = Config::kHeadDim / Config::kDimParts;
-  static constexpr int kYDims = Config::kValueDim / Config::kDimParts;
+  static constexpr int kXDims = Config::kHeadDim, kYDims = Config::kValueDim;
 
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
@@ -46,11 +45,10 @@ struct BackwardBlock {
   }
   __device__ __forceinline__ const RowTileInfo& Tile() const { return shared.tile[RowStage()]; }
   __device__ __forceinline__ const Element* RowX() const { return shared.row_x[RowStage()]; }
-  __device__ __forceinline__ int RowPart() const { return Config::kDimParts == 1 ? warpgroup : 0; }
-  __device__ __forceinline__ int DimPart() const { return Config::kDimParts == 1 ? 0 : warpgroup; }
+  __device__ __forceinline__ int RowPart() const { return Config::kHasRoles ? 0 : warpgroup; }
   // This thread's row `r`, 0 or 1, in the tile.
   __device__ __forceinline__ int Row(int r) const {
-    if constexpr (Config::kHasTerms || Config::kTakesTurns) return RowAnew() + 8 * r;
+    if constexpr (Config::kHasTerms || Config::kHeadDim > 128) return RowAnew() + 8 * r;
     return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
   // `thread`, and the row 0 above, computed anew each time. Kept in registers, the index would be
@@ -150,10 +148,7 @@ struct BackwardBlock {
     FenceRegisters(dy);
     FenceWgmma();
     MultiplyProbabilitiesValues<Element, kColumns, kYDims>(
-        p,
-        ColumnDescriptor<kClusterSize>(shared.column_y[stage] + DimPart() * kYDims * kColumns,
-                                       kColumnPanel),
-        dy);
+        p, ColumnDescriptor<kClusterSize>(shared.column_y[stage], kColumnPanel), dy);
     CommitWgmma();
   }
 
@@ -161,20 +156,17 @@ struct BackwardBlock {
     FenceRegisters(dx);
     FenceWgmma();
     MultiplyProbabilitiesValues<Element, kColumns, kXDims>(
-        ds,
-        ColumnDescriptor<kClusterSize>(shared.column_x[stage] + DimPart() * kXDims * kColumns,
-                                       kColumnPanel),
-        dx);
+        ds, ColumnDescriptor<kClusterSize>(shared.column_x[stage], kColumnPanel), dx);
     CommitWgmma();
   }
 
   // dQ^T[64 dims, queries] = K^T dS^T.
-  __device__ __forceinline__ void IssueDq(const Element* source, int step) {
+  __device__ __forceinline__ void IssueDq(const Element* source) {
     FenceRegisters(dq);
     FenceWgmma();
     MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
         ColumnDescriptor<kClusterSize>(
-            RowX() + DqPanel<Config>(warpgroup, step) * 64 * Config::kBlockRows, kRowXPanel),
+            RowX() + DqPanel<Config>(warpgroup, 0) * 64 * Config::kBlockRows, kRowXPanel),
         RowDescriptor<kClusterSize>(source + DqFirstQuery<Config>(warpgroup) * 64), kColumnPanel,
         dq);
     CommitWgmma();
@@ -246,6 +238,21 @@ struct BackwardBlock {
     });
   }
 
+  // Probabilities of 16 columns, and what their dP is to be multiplied by.
+  __device__ __forceinline__ void CappedFactors(int stage, int i, uint32_t (&factor)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 start = Start(stage, 2 * i + e / 2);
+      const float* pair = scores + 2 * (4 * i + e);
+      const float tanh[2] = {Cap(pair[0], scale), Cap(pair[1], scale)};
+      const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
+                                    Exp2(tanh[1] * scale.log2 + start.y)};
+      p[4 * i + e] = PackPair<Element>(probability[0], probability[1]);
+      factor[e] =
+          PackPair<Element>(probability[0] * CapSlope(tanh[0]), probability[1] * CapSlope(tanh[1]));
+    }
+  }
+
   // The same in two steps. In between, what dP is to be multiplied by lies where dS will be: each
   // warp reads there what it wrote.
   __device__ __forceinline__ void CappedProbabilities(int stage, Element* destination) {
@@ -253,20 +260,19 @@ struct BackwardBlock {
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
       uint32_t factor[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float2 start = Start(stage, 2 * i + e / 2);
-        const float* pair = scores + 2 * (4 * i + e);
-        const float tanh[2] = {Cap(pair[0], scale), Cap(pair[1], scale)};
-        const float probability[2] = {Exp2(tanh[0] * scale.log2 + start.x),
-                                      Exp2(tanh[1] * scale.log2 + start.y)};
-        p[4 * i + e] = PackPair<Element>(probability[0], probability[1]);
-        factor[e] = PackPair<Element>(probability[0] * CapSlope(tanh[0]),
-                                      probability[1] * CapSlope(tanh[1]));
-      }
+      CappedFactors(stage, i, factor);
       StoreMatricesTransposed(address + i * 16 * 64, factor);
     }
     __syncwarp();
+  }
+  // The same, to where the thread's factors lie, for those of 16 columns side by side.
+  __device__ __forceinline__ void CappedFactors(int stage, uint4* factors) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      uint32_t factor[4];
+      CappedFactors(stage, i, factor);
+      factors[i * kWarpgroup] = make_uint4(factor[0], factor[1], factor[2], factor[3]);
+    }
   }
   __device__ __forceinline__ void CappedScoreGradients(Element* source) {
     const Element* address = DsMatrices(source);
@@ -308,7 +314,6 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void WriteDs(Element* destination) {
-    if (DimPart() > 0) return;  // Both warpgroups have the same.
     Element* address = DsMatrices(destination);
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
@@ -317,10 +322,29 @@ struct BackwardBlock {
     }
   }
 
+  // A panel of dQ whose rows are queries to shared memory, from its registers.
+  __device__ __forceinline__ void StoreDqByQuery(const float* dq) {
+    constexpr int kDims = Config::kDqPanelDims;
+    const int lane = thread % 32;
+    // Of the first of two units of eight queries.
+    float* place = shared.dq + (warpgroup * Config::kDqQueries + thread / 32 * 16) * kDims +
+                   DqSumPlaceByQuery(lane / 4, 2 * (lane % 4));
+#pragma unroll
+    for (int i = 0; i < kDims / 8; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        *reinterpret_cast<float2*>(place + r * 8 * kDims + DqSumPlaceByQuery(0, 8 * i)) =
+            make_float2(dq[4 * i + 2 * r], dq[4 * i + 2 * r + 1]);
+      }
+    }
+  }
+
   // --- Epilogue ---
 
-  __device__ __forceinline__ void Store(const RowTileInfo& tile) {
+  __device__ __forceinline__ void StoreDx(const RowTileInfo& tile) {
     StoreGradient<kXDims>(tile, dx, params.softmax_scale, params.dx, params.head_dim);
+  }
+  __device__ __forceinline__ void StoreDy(const RowTileInfo& tile) {
     StoreGradient<kYDims>(tile, dy, 1.0f, params.dy, params.value_dim);
   }
 
@@ -328,7 +352,6 @@ struct BackwardBlock {
   __device__ __forceinline__ void StoreGradient(const RowTileInfo& tile, float (&acc)[kDims / 2],
                                                 float factor, void* out, int dim) {
     const float factors[2] = {factor, factor};
-    const int first_column = DimPart() * kDims;
     bool is_own[2];
     int64_t offset[2];
 #pragma unroll
@@ -337,7 +360,7 @@ struct BackwardBlock {
       const int part = Config::kCutsHeads ? 0 : tile.pack_in_head;
       const int64_t batch = int64_t{part} * params.batch + tile.batch;
       const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
-      offset[r] = (row * params.num_kv_heads + tile.kv_head) * dim + first_column;
+      offset[r] = (row * params.num_kv_heads + tile.kv_head) * dim;
     }
     // Always so where heads are cut. But without the question ptxas asks in the main loop, behind a
     // wait, whether a block is masked.
@@ -345,14 +368,14 @@ struct BackwardBlock {
       float* base = static_cast<float*>(out);
       float* const rows[2] = {base + offset[0], base + offset[1]};
       if (Config::kCutsHeads && tile.pack_in_head) {
-        AddFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+        AddFloatRows<kDims>(acc, factors, rows, is_own, dim, thread);
       } else {
-        StoreFloatRows<kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+        StoreFloatRows<kDims>(acc, factors, rows, is_own, dim, thread);
       }
     } else {
       Element* base = static_cast<Element*>(out);
       Element* const rows[2] = {base + offset[0], base + offset[1]};
-      StoreRows<Element, kDims>(acc, factors, rows, is_own, dim - first_column, thread);
+      StoreRows<Element, kDims>(acc, factors, rows, is_own, dim, thread);
     }
   }
 };

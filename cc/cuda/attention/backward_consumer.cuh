@@ -70,7 +70,8 @@ struct BackwardConsumer {
       phase = LoadByWarp(block.Tile().next_phase);
       Arrive(&shared.row_empty[block.RowStage()]);
       block.row_stage = (block.RowStage() + 1) % Config::kRowStages;
-      block.Store(tile);
+      block.StoreDx(tile);
+      block.StoreDy(tile);
     }
     if constexpr (kDsIsByX) {
       // Until what is said of an older block has been read.
@@ -81,8 +82,8 @@ struct BackwardConsumer {
       if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
       NamedSync(kDsWritten, Config::kDsThreads);
     }
-    Wait(&shared.dq_empty[warpgroup], DqPhase(num_done % 2, 0) ^ 1);
-    if (thread == 0) shared.dq_target[warpgroup][DqSlot<Config>(num_done % 2, 0)].head = -1;
+    Wait(&shared.dq_empty[warpgroup], num_done % 2 ^ 1);
+    if (thread == 0) shared.dq_target[warpgroup][num_done % 2].head = -1;
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 
@@ -128,24 +129,17 @@ struct BackwardConsumer {
       x_ring.Advance();
       FenceAsyncProxy();
       NamedSync(kDsWritten, Config::kNumConsumers * kWarpgroup);
-#pragma unroll
-      for (int step = 0; step < Config::kDqSteps; ++step) {
-        block.IssueDq(Ds(ds_stage), step);
-        if (step < Config::kDqSteps - 1) {
-          WaitWgmma<0>();
-        } else {
-          if constexpr (Config::kWaitsForDx) {
-            WaitWgmma<1>();
-            FenceRegisters(block.dx);
-          }
-          IssueNextScores(is_last ? x_before : x_ring);
-          WaitWgmma<1>();
-        }
-        FenceRegisters(block.dq);
+      block.IssueDq(Ds(ds_stage));
+      if constexpr (Config::kWaitsForDx) {
+        WaitWgmma<1>();
         FenceRegisters(block.dx);
-        SetDqTarget(x_stage, ds_stage, step);
-        AddDq(ds_stage, step);
       }
+      IssueNextScores(is_last ? x_before : x_ring);
+      WaitWgmma<1>();
+      FenceRegisters(block.dq);
+      FenceRegisters(block.dx);
+      SetDqTarget(x_stage, ds_stage);
+      AddDq(ds_stage);
       Arrive(&shared.x_empty[x_stage]);
       block.ReadStatistics(x_ring.stage);
       WaitWgmma<0>();
@@ -159,7 +153,6 @@ struct BackwardConsumer {
   // Where dQ is late, it is that of the block before, whose dS both warpgroups have written long
   // since: then one of them may compute while the other has the tensor cores.
   __device__ __forceinline__ void ComputeInTwoBursts() {
-    static_assert(Config::kDqSteps == 1, "there is one product for dQ");
     bool is_first = true;
     for (bool is_last = false; !is_last;) {
       // By shuffles: the compiler then knows that they are the same for a whole warp.
@@ -199,7 +192,7 @@ struct BackwardConsumer {
       if constexpr (!Config::kDqIsLate) NamedSync(kDsWritten, Config::kDsThreads);
       // A late dQ of the first block is a product of old words, and not used: under a condition,
       // ptxas would run all products one by one.
-      block.IssueDq(Ds(dq_stage), 0);
+      block.IssueDq(Ds(dq_stage));
       WaitWgmma<1>();
       FenceRegisters(block.dy);
       ArriveByWarpAtAll<Config::kClusterSize>(&shared.y_empty[y_stage], thread);
@@ -209,10 +202,10 @@ struct BackwardConsumer {
       if constexpr (Config::kStoresDs) {
         if (!Config::kDqIsLate || !is_first) ArriveByWarp(&shared.ds_empty[dq_stage], thread);
       }
-      if constexpr (!Config::kDqIsLate) SetDqTarget(x_stage, parity, 0);
-      if (!Config::kDqIsLate || !is_first) AddDq(dq_parity, 0);
+      if constexpr (!Config::kDqIsLate) SetDqTarget(x_stage, parity);
+      if (!Config::kDqIsLate || !is_first) AddDq(dq_parity);
       is_first = false;
-      if constexpr (Config::kDqIsLate) SetDqTarget(x_stage, parity, 0);
+      if constexpr (Config::kDqIsLate) SetDqTarget(x_stage, parity);
       WaitWgmma<0>();
       FenceRegisters(block.dx);
       GiveBackX(x_stage);
@@ -225,11 +218,11 @@ struct BackwardConsumer {
       const int dq_parity = (num_done - 1) % 2;
       const int dq_stage = kDsIsByX ? __shfl_sync(~0u, x_ring.Before().stage, 0) : dq_parity;
       WaitForDs(num_done - 1);
-      block.IssueDq(Ds(dq_stage), 0);
+      block.IssueDq(Ds(dq_stage));
       WaitWgmma<0>();
       FenceRegisters(block.dq);
       if constexpr (kDsIsByX) ArriveByWarp(&shared.ds_empty[dq_stage], thread);
-      AddDq(dq_parity, 0);
+      AddDq(dq_parity);
     }
   }
 
@@ -290,7 +283,7 @@ struct BackwardConsumer {
       // The other warpgroup may now read this dS, and write over the one before.
       ArriveByWarp(&shared.ds_full[parity], thread);
       if (!(num_done & kFirst)) AddDqByQuery(parity ^ 1);
-      SetDqTarget(x_stage, parity, 0);
+      SetDqTarget(x_stage, parity);
       if constexpr (Config::kHasSoftcap) is_last = BlockFlags() & kLast;  // A register less.
       GiveBackX(x_stage);
       num_done = (num_done & ~kFirst) + 1;
@@ -380,25 +373,16 @@ struct BackwardConsumer {
     return shared.ds + ds_stage * Config::kBlockRows * kColumns;
   }
 
-  // The phase of dq_full and dq_empty. A block uses them kDqSteps times, so the phase alternates
-  // with the stage of dS where that is once, and with the step where it is twice: no counter is
-  // needed.
-  __device__ __forceinline__ uint32_t DqPhase(int ds_stage, int step) const {
-    static_assert(Config::kDqSteps <= 2, "phases alternate");
-    return Config::kDqSteps == 1 ? ds_stage : step % 2;
-  }
-
   // Where dQ of the block in stage `stage` belongs.
-  __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage, int step) {
-    if (thread == 0) {
-      shared.dq_target[warpgroup][DqSlot<Config>(ds_stage, step)] = shared.target[stage];
-    }
+  __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage) {
+    if (thread == 0) shared.dq_target[warpgroup][ds_stage] = shared.target[stage];
   }
 
-  __device__ __forceinline__ void AddDq(int ds_stage, int step) {
+  // Blocks use dQ's barriers in turn, as they use the stages of dS.
+  __device__ __forceinline__ void AddDq(int ds_stage) {
     const int lane = thread % 32;
     float* box = shared.dq + warpgroup * Config::kDqQueries * 64;
-    Wait(&shared.dq_empty[warpgroup], DqPhase(ds_stage, step) ^ 1);
+    Wait(&shared.dq_empty[warpgroup], ds_stage ^ 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int dim = thread / 32 * 16 + lane / 4 + 8 * r;
@@ -415,21 +399,8 @@ struct BackwardConsumer {
 
   // The same where its product has queries as rows.
   __device__ __forceinline__ void AddDqByQuery(int ds_stage) {
-    constexpr int kDims = Config::kDqPanelDims;
-    const int lane = thread % 32;
-    // Of the first of two units of eight queries.
-    float* place = shared.dq + (warpgroup * Config::kDqQueries + thread / 32 * 16) * kDims +
-                   DqSumPlaceByQuery(lane / 4, 2 * (lane % 4));
-    Wait(&shared.dq_empty[warpgroup], DqPhase(ds_stage, 0) ^ 1);
-#pragma unroll
-    for (int i = 0; i < kDims / 8; ++i) {
-      const float* dims = block.dq + 4 * i;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        *reinterpret_cast<float2*>(place + r * 8 * kDims + DqSumPlaceByQuery(0, 8 * i)) =
-            make_float2(dims[2 * r], dims[2 * r + 1]);
-      }
-    }
+    Wait(&shared.dq_empty[warpgroup], ds_stage ^ 1);
+    block.StoreDqByQuery(block.dq);
     FenceAsyncProxy();
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void ReadByQuery(const float* eight, int query, int d
 }
 
 // A block of threads has 64 rows of 64 dims, a thread 8 dims of two.
-template <typename Element, int kPanelDims>
+template <typename Element, int kPanelDims, bool kByQuery>
 __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
   // Dims of all heads side by side, as the rows of dq have them.
   const uint32_t num_pieces = args.sum.num_dims / 64, per_batch = args.num_q_heads * num_pieces;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
                                              args.num_rows * args.sum.num_dims;
   const float* eight = of_head + (int64_t{panel} * args.num_rows + query / 8 * 8) * kPanelDims;
   float x[2][8];
-  if constexpr (kPanelDims == 96) {
+  if constexpr (kByQuery) {
     ReadByQuery(eight, query % 8, in_panel, args.scale, x);
   } else {
     ReadByPair(eight, query % 8, in_panel, args.scale, x);
@@ -134,10 +134,12 @@ __global__ void __launch_bounds__(kThreads) FinishBackwardKernel(FinishArgs args
   WaitForPreviousKernel();
   LetNextKernelStart();
   if (blockIdx.x < args.num_dq_blocks) {
-    if (DqPanelDims(args.sum.num_dims) == 96) {
-      FinishDq<Element, 96>(args);
+    if (args.sum.num_dims <= 128) {
+      FinishDq<Element, DqPanelDims(128), /*kByQuery=*/false>(args);
+    } else if (args.sum.num_dims == 192) {
+      FinishDq<Element, DqPanelDims(192), /*kByQuery=*/true>(args);
     } else {
-      FinishDq<Element, 64>(args);
+      FinishDq<Element, DqPanelDims(256), /*kByQuery=*/true>(args);
     }
   } else {
     FinishDkv<Element>(args);

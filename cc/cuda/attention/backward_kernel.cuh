@@ -19,6 +19,7 @@
 
 #include "cc/cuda/attention/backward_consumer.cuh"
 #include "cc/cuda/attention/backward_producer.cuh"
+#include "cc/cuda/attention/backward_roles.cuh"
 #include "cc/cuda/attention/dq_adder.cuh"
 #include "cc/cuda/attention/hopper.cuh"
 
@@ -61,6 +62,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if constexpr (kClusterSize > 1) shared.work.Init();
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
     for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
+    if constexpr (Config::kHasRoles) {
+      for (uint64_t& barrier : shared.factors_full) InitBarrier(&barrier, kWarpgroup / 32);
+    }
     if constexpr (Config::kHasTerms) {
       const bool is_stored = !Config::kDqIsLate || params.gradients.dbias != nullptr;
       InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 32 * is_stored);
@@ -95,7 +99,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     TakeRegisters<Config::kConsumerRegisters>();
     // By a shuffle: the compiler then knows that it is the same for a whole warp.
     const int warpgroup = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
-    BackwardConsumer<Config> consumer{params, shared, warpgroup, thread % kWarpgroup};
+    using Consumer =
+        std::conditional_t<Config::kHasRoles, BackwardRoles<Config>, BackwardConsumer<Config>>;
+    Consumer consumer{params, shared, warpgroup, thread % kWarpgroup};
     if constexpr (Config::kZeroShare > 0) {
       if (blockIdx.x >= shared.num_workers) {
         WriteZeros<Config>(params, shared);

@@ -64,7 +64,8 @@ struct alignas(16) DqTarget {
 };
 
 // Which panel of dims, and which of a block's queries, a warpgroup has in a step of adding dQ to
-// memory. Where there are two steps, its barriers have the phase of the step.
+// memory. Where there are two steps, its barriers have the phase of the step, else that of the
+// block.
 template <typename Config>
 __device__ __forceinline__ int DqPanel(int warpgroup, int step) {
   return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
@@ -75,12 +76,6 @@ __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
-// Where the target of a step is said.
-template <typename Config>
-__device__ __forceinline__ int DqSlot(int block_parity, int step) {
-  return Config::kDqSteps == 1 ? block_parity : step;
-}
-
 // What a block of threads has for its cluster, if it is in one.
 template <bool kIsInCluster>
 struct BackwardCluster {
@@ -89,9 +84,21 @@ struct BackwardCluster {
 template <>
 struct BackwardCluster<false> {};
 
+// What the warpgroup with scores hands to the other one, where they have roles.
+template <bool kHasRoles>
+struct BackwardFactors {
+  // What dP is multiplied by, packed: 16 bytes of each thread, for the same thread of the other
+  // warpgroup. For each stage of dS.
+  alignas(1024) uint4 factors[2][4][kWarpgroup];
+  uint64_t factors_full[2];  // The first warpgroup arrives, and the other one waits.
+};
+template <>
+struct BackwardFactors<false> {};
+
 template <typename Config>
 struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
-                        BackwardCluster<(Config::kClusterSize > 1)> {
+                        BackwardCluster<(Config::kClusterSize > 1)>,
+                        BackwardFactors<Config::kHasRoles> {
   static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;
   using Element = typename Config::Element;
   alignas(1024) Element row_x[Config::kRowStages][Config::kBlockRows * Config::kHeadDim];
@@ -107,7 +114,7 @@ struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
   DqTarget target[kXStages];
   RowTileInfo tile[Config::kRowStages];
   std::conditional_t<Config::kCutsHeads, HeadCutItem, WorkItem> item;  // The producer's own.
-  DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by DqSlot.
+  DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by the block's parity.
   // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
   // consumers arrive and the producer waits.
   uint64_t row_full[Config::kRowStages], row_empty[Config::kRowStages];

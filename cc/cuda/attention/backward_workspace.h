@@ -13,7 +13,7 @@ namespace jax_magi::cuda {
 JAX_MAGI_INLINE constexpr int DqPanelDims(int num_dims) { return num_dims == 192 ? 96 : 64; }
 
 // [batch, num_q_heads, num_panels, rows, DqPanelDims], without softmax_scale: DqSumRows(q_len)
-// rows, eight by eight as DqSumPlace says, or DqSumPlaceByQuery in panels of 96 dims.
+// rows, eight by eight as DqSumPlace says, or DqSumPlaceByQuery beyond 128 dims.
 struct DqSum {
   float* data;
   int num_dims;  // That the kernel has: some may be past head_dim.

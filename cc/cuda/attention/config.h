@@ -84,13 +84,13 @@ struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall
 };
 
 // Two consumer warpgroups, each with the gradients of 64 rows in registers: (kHeadDim + kValueDim)
-// / 2 of them a thread; with 256 dims, they hold half the dims each of the same 64 rows. A block's
-// scores and their gradients take kBlockColumns / 2 registers each, dQ up to as many.
+// / 2 of them a thread; with 256 dims, one has dV of 64 rows and the other dK. A block's scores and
+// their gradients take kBlockColumns / 2 registers each, dQ up to as many.
 template <int kHeadDim, int kValueDim, bool kHasSoftcap>
 struct BackwardTile;
 template <bool kHasSoftcap>
 struct BackwardTile<64, 64, kHasSoftcap> {
-  static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 64 : 128;
+  static constexpr int kBlockColumns = kHasSoftcap ? 64 : 128;
   // Two of rows, for which queries give up their third: the next tile's are there when this one
   // ends. Under a window tiles are short, unless many heads share their keys.
   static constexpr int kRowStages = kHasSoftcap ? 1 : 2, kXStages = kHasSoftcap ? 3 : 2;
@@ -98,7 +98,7 @@ struct BackwardTile<64, 64, kHasSoftcap> {
 };
 template <bool kHasSoftcap>
 struct BackwardTile<128, 128, kHasSoftcap> {
-  static constexpr int kDimParts = 1, kBlockColumns = kHasSoftcap ? 48 : 80;
+  static constexpr int kBlockColumns = kHasSoftcap ? 48 : 80;
   static constexpr int kRowStages = 1, kXStages = kHasSoftcap ? 3 : 2, kYStages = 2;
 };
 // Gradients take 160 registers of 240, and one product at a time 48 more. Scores are packed before
@@ -107,13 +107,16 @@ struct BackwardTile<128, 128, kHasSoftcap> {
 // all of a block's dQ has room at once and no warpgroup waits for the first half to be read.
 template <bool kHasSoftcap>
 struct BackwardTile<192, 128, kHasSoftcap> {
-  static constexpr int kDimParts = 1, kBlockColumns = 64;
+  static constexpr int kBlockColumns = 64;
   static constexpr int kRowStages = 1, kXStages = 2, kYStages = 1;
 };
+// Gradients take 128 registers, dQ 64, scores or dP 32 beside half of the dQ before. Of 227 KB of
+// shared memory, keys and values take 32 each, queries 64, dO 32, probabilities and dS 16 each, and
+// half of a block's dQ 32.
 template <bool kHasSoftcap>
 struct BackwardTile<256, 256, kHasSoftcap> {
-  static constexpr int kDimParts = 2, kBlockColumns = kHasSoftcap ? 32 : 48;
-  static constexpr int kRowStages = 1, kXStages = 2, kYStages = 2;
+  static constexpr int kBlockColumns = 64;
+  static constexpr int kRowStages = 1, kXStages = 2, kYStages = 1;
 };
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
@@ -134,28 +137,31 @@ struct BackwardConfig : Tile_ {
   static constexpr bool kIsBiasAlone = false, kAreSlopesAlone = false, kHasAnyTerms = false;
   static constexpr int kZeroShare = 0;
   // Two bursts of products a block: scores and dP, then dV, dQ and dK. With a cap it was not tried,
-  // and beyond 128 dims dQ takes two products.
+  // and beyond 128 dims there are no registers for it.
   static constexpr bool kInTwoBursts = !kHasSoftcap && kHeadDim <= 128;
   // Products one after the other, as far as registers go: warpgroups are out of step, and one
   // multiplies while the other computes. Queries are the rows of dQ's product, which has half of
   // the dims for each warpgroup.
   static constexpr bool kTakesTurns = kHeadDim == 192;
+  // One warpgroup computes scores and dV, the other one dP, dS and dK: see backward_roles.cuh. Each
+  // has half of the dims of dQ.
+  static constexpr bool kHasRoles = kHeadDim == 256;
   // dQ is that of the block before: warpgroups may be out of step.
-  static constexpr bool kDqIsLate = kInTwoBursts || kTakesTurns;
+  static constexpr bool kDqIsLate = kInTwoBursts || kTakesTurns || kHasRoles;
   // Statistics are read before the wait for scores, where there are registers for them.
   static constexpr bool kReadAhead = Tile::kBlockColumns <= 64 && !(kTakesTurns && kHasSoftcap);
   // Whether dK must be done before the next scores are issued: blocks of 80 queries fitted the
   // registers only so. Of the kernels with 128 dims, those with a cap still have this loop.
   static constexpr bool kWaitsForDx = kHeadDim == 128;
   static constexpr bool kKeepsProbabilities = kInTwoBursts;  // Unrounded.
-  static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers / Tile::kDimParts;
+  static constexpr int kNumConsumers = 2, kBlockRows = kHasRoles ? 64 : 64 * kNumConsumers;
   // The product for dQ: warpgroups share its panels of dims or, where there is but one, the
   // queries. Each adds a panel to memory in a step.
   static constexpr bool kSplitQueries = kHeadDim == 64;
   static constexpr int kDqPanelDims = kTakesTurns ? 96 : 64;
   static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (kDqPanelDims * kNumConsumers);
   static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
-  static constexpr int kDqRegisters = kDqPanelDims * kDqQueries / kWarpgroup;
+  static constexpr int kDqRegisters = kDqSteps * kDqPanelDims * kDqQueries / kWarpgroup;
   // Of keys in shared memory. Half of 192 dims is no multiple of 64.
   static constexpr int kRowPanelDims = kTakesTurns ? 32 : 64;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
@@ -164,7 +170,7 @@ struct BackwardConfig : Tile_ {
   static constexpr bool kStoresDs = false;  // A warp of its own stores dS.
   // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
   static constexpr bool kRowYInRegisters = !kHasSoftcap && kHeadDim == 64;
-  static constexpr bool kNeedsMost = kHeadDim == 128 || kRowYInRegisters || kTakesTurns;
+  static constexpr bool kNeedsMost = kHeadDim >= 128 || kRowYInRegisters;
   // What setmaxnreg leaves and gives: three warpgroups begin with 168 each.
   static constexpr int kProducerRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
@@ -175,15 +181,12 @@ struct BackwardConfig : Tile_ {
                 "wgmma's K and N, and TMA's box");
   static_assert(kSplitQueries || kDqSteps * kNumConsumers * kDqPanelDims == kHeadDim,
                 "the steps of dQ's product cover all dims");
-  static_assert(!kTakesTurns || (Tile::kBlockColumns == 64 && Tile::kDimParts == 1 &&
-                                 kDqSteps == 1 && kDqPanelDims % kRowPanelDims == 0),
+  static_assert(kHeadDim <= 128 || (Tile::kBlockColumns == 64 && kDqPanelDims % kRowPanelDims == 0),
                 "dQ's product has 64 queries, and whole panels of keys");
   static_assert(!kSplitQueries || kDqQueries % 8 == 0, "half a block of queries is wgmma's N");
   static_assert(kClusterSize == 1 || !kCutsHeads, "clusters are for masks that are known");
   static_assert(kClusterSize == 1 || (kInTwoBursts && kClusterSize == 2),
                 "each block of threads of a cluster loads a part");
-  static_assert(kHeadDim % Tile::kDimParts == 0 && kNumConsumers % Tile::kDimParts == 0,
-                "warpgroups hold equal parts");
 };
 
 }  // namespace jax_magi::cuda

@@ -17,17 +17,23 @@ struct DqAdder {
   __device__ __forceinline__ void Run() {
     if (!params.dq_order.is_fixed() && lane > 0) return;  // One thread is enough.
     constexpr int kDims = Config::kDqPanelDims;
-    // It alternates with the block, or with the step where a block has two; so does the slot.
+    constexpr bool kHasSteps = Config::kDqSteps > 1;
+    DqTarget target;
+    uint32_t parity = 0;  // Of the block.
     for (uint32_t phase = 0;; phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
-      const DqTarget& said = shared.dq_target[warpgroup][phase];
-      DqTarget target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
-      if (target.head < 0) break;
-      target.query += DqFirstQuery<Config>(warpgroup);
+      // Of a block's first step only: at the second one, the target may be that of another block.
+      if (!kHasSteps || phase == 0) {
+        const DqTarget& said = shared.dq_target[warpgroup][kHasSteps ? parity : phase];
+        target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
+        if (target.head < 0) break;
+        target.query += DqFirstQuery<Config>(warpgroup);
+        parity ^= 1;
+      }
       const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
       const int panel =
           (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / kDims) +
-          DqPanel<Config>(warpgroup, Config::kDqSteps == 1 ? 0 : phase);
+          DqPanel<Config>(warpgroup, kHasSteps ? phase : 0);
       int32_t* done = nullptr;  // Of this lane's unit.
       if (params.dq_order.is_fixed()) done = WaitForTurn(target, panel, num_queries);
       if (lane == 0) {

@@ -40,7 +40,6 @@ struct ForwardTermsConfig
 // The bias takes no shared memory of its own: it lies where dS will be.
 template <int kHeadDim, Terms kTerms>
 struct BackwardTermsTile {
-  static constexpr int kDimParts = 1;
   static constexpr int kBlockColumns = 64;
   static constexpr int kRowStages = 1, kXStages = 3, kYStages = 2;
 };
