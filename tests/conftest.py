@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import HAS_GPU
+from tests.machine import HAS_GPU, QUICK_FLAGS
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -13,11 +13,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 # does not compile our kernels.
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if not HAS_GPU:
-  _FLAGS += [
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-  ]
+  _FLAGS += QUICK_FLAGS
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 # Several test processes already keep all cores busy, so NumPy's threads would only slow them down.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-# Not those of conftest.py, which ask for eight devices. Programs run once: optimizing them would
-# take longer.
-_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+from tests.machine import QUICK_FLAGS
 
 
 def _free_port():
@@ -48,7 +46,9 @@ def test_processes_check_their_exchange_together():
 
 def _outputs(module, count, arguments):
   """What that many processes print, all of which must succeed."""
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _FLAGS}
+  # Not the flags of conftest.py, which ask for eight devices. Programs run once: optimizing them
+  # would take longer.
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_FLAGS)}
   command = [sys.executable, "-m", module, str(_free_port()), str(count)]
   processes = [
     subprocess.Popen(

@@ -132,6 +132,15 @@ def test_no_transfer_waits_for_all_attention_nor_all_attention_for_it(overlap_de
     assert transfer.independent_attention, transfer
 
 
+def test_a_shard_map_takes_no_empty_array():
+  """One that nothing uses crashes jaxlib 0.11.2 as it compiles."""
+  key = jax_magi.magi_attn_flex_key(
+    AttentionMask.full(1024), cp_size=8, overlap_degree=1, transport="all_gather"
+  )
+  (equation,) = _step(key).trace(*_operands(key, 1024)).jaxpr.eqns
+  assert all(operand.aval.size for operand in equation.invars)
+
+
 def _documents_key():
   mask = AttentionMask.from_cu_seqlens([0, 384, 640, 1024], causal=True)
   return jax_magi.magi_attn_flex_key(mask, cp_size=8, overlap_degree=2)

@@ -117,8 +117,11 @@ class Transfer:
     if (sent := self._gathered_rows(hop)) is not None:
       if back.ndim > last.ndim:  # Not summed on the way.
         back = jnp.sum(back, axis=0)
-      own = zeros_like_rows(self.spec.k_local, back) if parts[0] is None else parts[0]
-      return (own.at[sent].add(back), *parts[1:])
+      # Not `.at[sent].add`: where `sent` is all rows, JAX traces an empty index that nothing uses,
+      # and jaxlib 0.11.2 crashes as it compiles a shard_map with such a constant.
+      around = [(sent.start, self.spec.k_local - sent.stop), *[(0, 0)] * (back.ndim - 1)]
+      back = jnp.pad(back, around)
+      return (back if parts[0] is None else parts[0] + back, *parts[1:])
     index, begin = self._send_index(hop), 0
     totals = []
     for number, part in enumerate(parts):
