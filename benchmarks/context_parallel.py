@@ -26,7 +26,7 @@ import jax_magi
 from jax_magi import AttentionMask, Links
 from jax_magi._src.context_parallel.hops import rows_by_link
 from jax_magi._src.context_parallel.predict import predict as predict_pass
-from jax_magi._src.context_parallel.stats import areas_of, pair_rows
+from jax_magi._src.context_parallel.stats import pair_rows
 
 LOCAL = 8192
 NODE = 8
@@ -214,7 +214,7 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], degrees: list[int], pat
 
 def _time_rank(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
   """Of the rank with the most work."""
-  areas = areas_of(key)
+  areas = key.areas()
   rank = int(areas.sum(axis=1).argmax())
   lengths = [LOCAL] * bool(key.spec.overlap_degree) + list(key.capacities.rows)
   stages = [
@@ -302,7 +302,7 @@ def _predict(
   cell: dict[str, Any], key: jax_magi.DistAttnKey, alone: dict[str, Any], network: float
 ) -> Cell:
   stats, spec = key.stats(), key.spec
-  areas, measured = areas_of(key), np.array(cell["stages"])
+  areas, measured = key.areas(), np.array(cell["stages"])
   # Other ranks at the rate of the one that was measured, stage by stage.
   rates = measured / np.maximum(np.array(cell["areas"]), 1)[:, None]
   rates = np.where(measured > 0, rates, measured.sum(axis=0) / sum(cell["areas"]))
@@ -359,7 +359,8 @@ def ragged_seconds(name: str, cp_size: int, network: float) -> float:
   a node, each of eight peers gets its rows from one block of threads. Keys move twice, gradients
   once, in 32 bit.
   """
-  rows = pair_rows(make_key(name, cp_size, 1, "all_to_all"))
+  key = make_key(name, cp_size, 1, "all_to_all")
+  rows = pair_rows(key.spec, key.pairs)
   capacity = max(rows.sum(axis=1).max(), rows.sum(axis=0).max())
   crossing = (max(cp_size // NODE, 1) - 1) * capacity * ROW_BYTES / network
   inside = rows.sum(axis=0).max() * ROW_BYTES / RAGGED

@@ -17,7 +17,7 @@ from benchmarks.context_parallel import documents, shared_questions
 from jax_magi import AttentionMask
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.local_slices import shown_keys
+from jax_magi._src.context_parallel.local_slices import key_ranges
 from jax_magi._src.context_parallel.plan import _pieces, assign_by_area, num_chunks
 from jax_magi._src.masks.slices import area_of
 
@@ -72,7 +72,7 @@ def measure(name: str, width: int | None, whole_keys: bool) -> str:
 
   pieces, _, chunk = _pieces(slices, chunk_size)
   area = np.bincount(chunk, area_of(pieces), num_chunks(mask.q_len, chunk_size, cp_size))
-  units = Units.of_chunks(area, chunk_size, chunk, *shown_keys(pieces))
+  units = Units.of_chunks(area, chunk_size, chunk, *key_ranges(pieces))
   links = Links()
   costs = CostModel(units, cp_size, width or cp_size, links.near_row, links.far_row).costs(plan())
   far = np.maximum(costs.far_received, costs.far_sent).max()

@@ -12,8 +12,9 @@ from jax_magi._src.context_parallel.api import (
   context_parallel_attention,
   stack_keys,
 )
+from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
-from jax_magi._src.context_parallel.key import Capacities, DistAttnKey
+from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.make_keys import (
   key_for_new_mask,

@@ -87,7 +87,7 @@ def attention(
     implementation=implementation,
   )
   return_max_logits = check_flag("return_max_logits", return_max_logits)
-  sink = checks.check_sink(sink, q.shape[1])
+  sink = checks.sink_logit(sink, q.shape[1])
   bias = checks.check_bias(bias, (q.shape[1], q.shape[0], k.shape[0]), q.dtype)
   slopes = checks.check_alibi_slopes(alibi_slopes, ((q.shape[1],),))
   results = attend(

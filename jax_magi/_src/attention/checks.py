@@ -113,8 +113,8 @@ def _check_lengths(mask: AttentionMask, q_len: int, k_len: int, q_name: str, k_n
     )
 
 
-def check_sink(sink: Any, num_q_heads: int) -> Any:
-  """One logit per query head: the sinks' logsumexp; -inf for none.
+def sink_logit(sink: Any, num_q_heads: int) -> Any:
+  """One logit per query head, of checked sinks: their logsumexp; -inf for none.
 
   Sinks only ever appear as that sum, so the kernels need no more, and autodiff finds the
   gradient of each.

@@ -133,7 +133,7 @@ def dot_product_attention(
     implementation=implementation,
     scale_name="scale",
   )
-  sink = checks.check_sink(sink, q.shape[2])
+  sink = checks.sink_logit(sink, q.shape[2])
   # By numpy where it was made so, but numpy knows no symbolic batch.
   xp: Any = np if isinstance(sink, np.ndarray) and not has_symbols((batch,)) else jnp
   sink = xp.broadcast_to(sink, (batch, q.shape[2]))

@@ -19,9 +19,9 @@ from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.batch import with_positive_scale
+from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import check_axis
 from jax_magi._src.context_parallel.key import (
-  Capacities,
   DistAttnKey,
   check_key,
   check_one_key,
@@ -98,7 +98,7 @@ def calc_attn(
   )
   keep = check_flag("keep_remote_kv", keep_remote_kv)
   q, config = with_positive_scale(q, config)
-  sink = checks.check_sink(sink, q.shape[1])
+  sink = checks.sink_logit(sink, q.shape[1])
   leaves, treedef = jax.tree.flatten(key)
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   q, k, v, sink, *leaves = vary_together(q, k, v, jnp.asarray(sink), *map(jnp.asarray, leaves))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_magi._src.context_parallel.capacities import KeySpec
 from jax_magi._src.context_parallel.hops import (
   Hop,
   block_begins,
@@ -17,7 +18,7 @@ from jax_magi._src.context_parallel.hops import (
   move_back,
   zeros_like_rows,
 )
-from jax_magi._src.context_parallel.key import DistAttnKey, KeySpec
+from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.routes import NOWHERE
 from jax_magi._src.native.overlap import exchange_scope
 from jax_magi._src.transforms.varying import vary_like

@@ -8,127 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_magi._src.arguments import check_length
-from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
+from jax_magi._src.arguments import concrete
+from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check_room, rounded
+from jax_magi._src.context_parallel.hops import Ranks
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import Dispatch, Plan, to_table
+from jax_magi._src.context_parallel.plot import plot_plan
 from jax_magi._src.context_parallel.predict import Prediction, predict, stage_seconds
-from jax_magi._src.context_parallel.routes import NOWHERE, is_near_first, levels_of
-
-# How rows may travel; "auto" is one of the first three.
-TRANSPORTS = ("all_to_all", "all_gather", "two_level", "ragged")
-# Rows of `DistAttnKey.pairs`.
-SENT, RECEIVED = range(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Capacities:
-  """How much a compiled step has room for. Keys of equal capacities share it.
-
-  `a | b` has room for both, and keys are made for it with `capacities=`. Where the two travel by
-  different collectives, a mask may then need more runs than before, and making its key says so.
-
-  Attributes:
-    slices: slices of a rank and stage.
-    rows: for each transfer, rows of keys that a stage gets from it.
-    runs: ranges of neighbouring rows in them, and in what a rank sends.
-    hops: for each transfer, the collectives that it is made of, with their rows.
-    overlap_degree: into how many stages with a transfer keys of other ranks are split; 0 is none.
-  """
-
-  slices: int
-  rows: tuple[int, ...]
-  runs: int
-  hops: tuple[tuple[Hop, ...], ...]
-  overlap_degree: int
-
-  def __post_init__(self):
-    for name in ("slices", "runs", "overlap_degree"):
-      check_length(name, getattr(self, name))
-    for rows in self.rows:
-      check_length("rows", rows)
-    if not all(isinstance(hop, Hop) for hops in self.hops for hop in hops):
-      raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
-
-  def __or__(self, other: Capacities) -> Capacities:
-    ways = [(room.overlap_degree, [_levels(t) for t in room.hops]) for room in (self, other)]
-    if ways[0] != ways[1]:
-      raise ValueError(
-        "capacities of different transports or degrees have no union; make the keys with the same "
-        f"transport= and overlap_degree=, got {self} and {other}"
-      )
-    return Capacities(
-      max(self.slices, other.slices),
-      tuple(map(max, self.rows, other.rows)),
-      max(self.runs, other.runs),
-      tuple(
-        tuple(map(_room_for_both, mine, theirs))
-        for mine, theirs in zip(self.hops, other.hops, strict=True)
-      ),
-      self.overlap_degree,
-    )
-
-
-def _levels(hops: tuple[Hop, ...]) -> list[tuple[str, bool]]:
-  """What hops must have in common."""
-  return [(hop.level, hop.kind == "ragged") for hop in hops]
-
-
-def _room_for_both(a: Hop, b: Hop) -> Hop:
-  """A hop that can do what either can."""
-  for hop in (a, b):
-    if hop.kind == "all_gather":
-      return hop
-  if a.kind == b.kind == "permute":
-    rows = dict(zip(a.shifts, a.rows, strict=True))
-    for shift, size in zip(b.shifts, b.rows, strict=True):
-      rows[shift] = max(rows.get(shift, 0), size)
-    shifts = tuple(sorted(rows))
-    return dataclasses.replace(a, shifts=shifts, rows=tuple(rows[shift] for shift in shifts))
-  kind = "ragged" if a.kind == "ragged" else "all_to_all"
-  return Hop(a.level, kind, (max(*a.rows, *b.rows),))
-
-
-@dataclasses.dataclass(frozen=True)
-class KeySpec:
-  """What is static about a key."""
-
-  q_len: int
-  k_len: int
-  q_chunk_size: int
-  k_chunk_size: int
-  q_local: int
-  k_local: int
-  cp_size: int
-  is_cross: bool
-  transport: str
-  ranks_per_node: int
-  capacities: Capacities
-
-  @property
-  def overlap_degree(self) -> int:
-    """Stages with a transfer."""
-    return self.capacities.overlap_degree
-
-  @property
-  def num_transfers(self) -> int:
-    """Transfers of an attention, each way."""
-    return max(self.overlap_degree, 1)
-
-  @property
-  def ranks(self) -> Ranks:
-    """Those of the mesh axis."""
-    return Ranks(self.cp_size, self.ranks_per_node)
-
-  @property
-  def levels(self) -> tuple[str, ...]:
-    """On which rows travel."""
-    return levels_of(self.transport, self.ranks)
-
-  @property
-  def near_first(self) -> bool:
-    """Whether the first transfer is of rows from the same node alone."""
-    return is_near_first(self.levels, self.num_transfers)
+from jax_magi._src.context_parallel.routes import NOWHERE
+from jax_magi._src.context_parallel.stats import PlanStats, pair_rows, stats_of
+from jax_magi._src.masks.slices import area_of
 
 
 @jax.tree_util.register_dataclass
@@ -165,11 +54,16 @@ class DistAttnKey:
     """To pin another key's with."""
     return self.spec.capacities
 
-  def stats(self) -> Any:
+  def stats(self) -> PlanStats:
     """Work and rows of each rank: see `PlanStats`. The key must be concrete."""
-    from jax_magi._src.context_parallel.stats import stats_of
+    return stats_of(self.spec, self.areas(), self.slices, self.take_runs, self.pairs)
 
-    return stats_of(self)
+  def areas(self) -> np.ndarray:
+    """int64 `[cp_size, stages]`: visible pairs. The key must be concrete."""
+    slices, count = concrete(self.slices), self.spec.cp_size
+    if slices is None or slices.ndim != 4 or slices.shape[0] != count:
+      raise ValueError(f"stats needs one concrete key of all {count} ranks, got {self}")
+    return area_of(slices).sum(axis=2)
 
   def predict(self, links: Links | None = None, *, keep_remote_kv: bool = False) -> Prediction:
     """How long attention takes, forward and backward: see `Prediction`.
@@ -178,10 +72,8 @@ class DistAttnKey:
       links: speeds; None is those of H200 nodes.
       keep_remote_kv: as in `calc_attn`.
     """
-    from jax_magi._src.context_parallel.stats import areas_of
-
     links = links or Links()
-    seconds = stage_seconds(areas_of(self), links)
+    seconds = stage_seconds(self.areas(), links)
     spec = self.spec
     return predict(
       spec.capacities.hops,
@@ -194,9 +86,7 @@ class DistAttnKey:
 
   def plot(self, axes: Any = None) -> Any:
     """Draws who owns what, the work of each rank, and what moves: three matplotlib axes."""
-    from jax_magi._src.context_parallel.plot import plot_key
-
-    return plot_key(self, axes)
+    return plot_plan(self.spec, self.q_chunks, self.stats(), pair_rows(self.spec, self.pairs), axes)
 
   def __repr__(self) -> str:
     s = self.spec
@@ -231,8 +121,8 @@ def make_key(
   n, num_transfers = queries.cp_size, plan.num_transfers
   needed = _needed_capacities(plan)
   if capacities is None:
-    capacities = _rounded(needed, queries.num_chunks // n, keys)
-  _check_room(needed, capacities)
+    capacities = rounded(needed, queries.num_chunks // n, keys.local_length, n)
+  check_room(needed, capacities)
   slice_group, slices = plan.slices
   table = to_table(slice_group, slices, n * plan.num_stages, capacities.slices, 0)
   spec = KeySpec(
@@ -277,53 +167,6 @@ def _needed_capacities(plan: Plan) -> Capacities:
   rows = tuple(plan.num_rows.max(axis=0, initial=0).tolist())
   slices = most(plan.slices[0], n * plan.num_stages)
   return Capacities(slices, rows, runs, plan.hops, plan.overlap_degree)
-
-
-def _rounded(needed: Capacities, chunks_of_rank: int, keys: Dispatch) -> Capacities:
-  """Round numbers, so that similar masks have equal ones."""
-  floor = 2 * chunks_of_rank  # For the simplest masks, one bucket.
-  limit = keys.num_chunks * keys.chunk_size
-
-  def hop(hop: Hop) -> Hop:
-    if hop.kind == "all_gather":
-      return hop
-    # Between nodes, a quarter too much counts. Inside one, fewer programs are worth more than that.
-    half = keys.local_length // 2
-    parts = [8 if hop.level == NODE else 4 if size > half else 1 for size in hop.rows]
-    rows = tuple(map(_round_up_to_part, hop.rows, parts))
-    return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
-
-  return Capacities(
-    _round_up(max(needed.slices, floor)),
-    tuple(min(_round_up(max(rows, 1)), limit) for rows in needed.rows),
-    _round_up(max(needed.runs, floor)),
-    tuple(tuple(map(hop, hops)) for hops in needed.hops),
-    needed.overlap_degree,
-  )
-
-
-def _check_room(needed: Capacities, have: Capacities) -> None:
-  for name in ("slices", "runs", "rows"):
-    need, room = getattr(needed, name), getattr(have, name)
-    if np.any(np.array(need) > np.array(room)):
-      raise ValueError(f"capacities.{name} must be at least {need} for this mask, got {room}")
-  for t, (hops, room) in enumerate(zip(needed.hops, have.hops, strict=True)):
-    for need, hop in zip(hops, room, strict=True):
-      if any(a > b for a, b in zip(need.rows, hop.rows, strict=True)):
-        raise ValueError(
-          f"capacities.hops must have room for {need} in transfer {t} for this mask, got {hop}"
-        )
-
-
-def _round_up(count: int) -> int:
-  """To a power of two."""
-  return 1 << max(count - 1, 0).bit_length()
-
-
-def _round_up_to_part(count: int, parts: int) -> int:
-  """To so many parts of a power of two: rows beyond what is needed are moved for nothing."""
-  step = max(_round_up(count) // parts, 1)
-  return -(-count // step) * step
 
 
 def _run_table(runs, num_groups: int, capacity: int) -> np.ndarray:

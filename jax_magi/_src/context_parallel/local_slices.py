@@ -7,7 +7,7 @@ import numpy as np
 from jax_magi._src.masks.slices import HI, K_BEGIN, K_END, LO, Q_BEGIN, Q_END, UNBOUNDED
 
 
-def shown_keys(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def key_ranges(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The keys that each slice (int64) shows to some query: all from begin to end."""
   begin = np.maximum(slices[:, K_BEGIN], slices[:, Q_BEGIN] + slices[:, LO])
   end = np.minimum(slices[:, K_END], slices[:, Q_END] + slices[:, HI])

@@ -9,14 +9,9 @@ import numpy as np
 
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
+from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities
 from jax_magi._src.context_parallel.hops import ALL, Ranks
-from jax_magi._src.context_parallel.key import (
-  TRANSPORTS,
-  Capacities,
-  DistAttnKey,
-  check_key,
-  make_key,
-)
+from jax_magi._src.context_parallel.key import DistAttnKey, check_key, make_key
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.plan import (
   Dispatch,

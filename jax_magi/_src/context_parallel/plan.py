@@ -24,7 +24,7 @@ from jax_magi._src.context_parallel.intervals import (
 )
 from jax_magi._src.context_parallel.legs import Rows
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.local_slices import merged, moved, shown_keys
+from jax_magi._src.context_parallel.local_slices import key_ranges, merged, moved
 from jax_magi._src.context_parallel.routes import (
   NEARLY_ALL,
   Runs,
@@ -110,7 +110,7 @@ def assign_by_area(
   count = num_chunks(q_len, chunk_size, cp_size)
   pieces, _, chunk = _pieces(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
-  units = assignment.Units.of_chunks(work, chunk_size, chunk, *shown_keys(pieces))
+  units = assignment.Units.of_chunks(work, chunk_size, chunk, *key_ranges(pieces))
   owners = documents = None
   if keys is not None:
     owners = np.arange(keys.num_chunks + 1) * keys.chunk_size, keys.ranks
@@ -129,7 +129,7 @@ def _documents(
     return np.maximum(np.searchsorted(begins, position, side="right") - 1, 0)
 
   found = document(np.arange(count) * chunk_size)
-  first, last = shown_keys(pieces)
+  first, last = key_ranges(pieces)
   order = np.argsort(last - first, kind="stable")
   found[chunk[order]] = document(pieces[order, Q_BEGIN])  # The last one counts.
   return found
@@ -140,7 +140,7 @@ def _pieces(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray
   index, chunk, begin, end = cut(slices[:, Q_BEGIN], slices[:, Q_END], chunk_size)
   pieces = slices[index]
   pieces[:, Q_BEGIN], pieces[:, Q_END] = begin, end
-  first, last = shown_keys(pieces)
+  first, last = key_ranges(pieces)
   shows = first < last
   return pieces[shows], index[shows], chunk[shows]
 
@@ -210,22 +210,16 @@ def make_plan(
   """
   rank, pieces, q_shift = _pieces_of_ranks(slices, queries)
   rows = _needed_rows(rank, pieces, keys)
-  num_transfers = max(overlap_degree, 1)
   # Where the caller asked for pairs of equal size, all masks shall travel alike.
   permutes = transport != "all_to_all"
   if transport == "auto":
     transport = _cheapest(rows, keys.local_length, ranks, links or Links())
-  if given is not None:
-    gathers = any(hop.kind == "all_gather" for hops in given for hop in hops)
-  elif len(levels_of(transport, ranks)) == 2:
-    gathers = gathers_nodes(rows, keys.local_length, ranks)
-  else:
-    gathers = transport == "all_gather"
+  gathers = _gathers(rows, keys.local_length, ranks, transport, given)
+  num_transfers = max(overlap_degree, 1)
   arguments = keys.local_length, ranks, transport, num_transfers, gathers
   rows = with_transfers(rows, *arguments)
-  own = _own_rows(keys) if overlap_degree else None
-  if own is not None:
-    rows = rows[rows.owner != rows.rank]
+  if overlap_degree:
+    rows = rows[rows.owner != rows.rank]  # Own keys are a stage, and travel nowhere.
   rows = rows[np.lexsort((rows.begin, rows.transfer, rows.rank))]
   routes = find_routes(rows, *arguments, permutes, given)
 
@@ -233,18 +227,15 @@ def make_plan(
   places = starts_within(group, rows.size)
   taken = np.stack([np.zeros_like(places), places, *routes.sources.T], axis=1)
   num_rows = np.bincount(group, rows.size, keys.cp_size * num_transfers).astype(np.int64)
-
   buffers = [(rows[rows.transfer == t], places[rows.transfer == t]) for t in range(num_transfers)]
-  if own is not None:
+  if overlap_degree:
+    own = _own_rows(keys)
     buffers.insert(0, (own, own.local))
-  parts = [_slices_of(pieces, rank, q_shift, *buffer) for buffer in buffers]
-  stage = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
-  group_of_slices = np.concatenate([part[0] for part in parts]) * len(parts) + stage
   return Plan(
     overlap_degree=overlap_degree,
-    num_stages=len(parts),
+    num_stages=len(buffers),
     num_transfers=num_transfers,
-    slices=merged(group_of_slices, np.concatenate([part[1] for part in parts])),
+    slices=_stage_slices(pieces, rank, q_shift, buffers),
     hops=routes.hops,
     send_runs=routes.send_runs,
     take_runs=runs_of(group, taken, rows.size),
@@ -253,6 +244,15 @@ def make_plan(
     transport=transport,
     ranks=ranks,
   )
+
+
+def _gathers(rows: Rows, k_local: int, ranks: Ranks, transport: str, given) -> bool:
+  """Whether whole parts of all ranks' rows move, at least between nodes."""
+  if given is not None:
+    return any(hop.kind == "all_gather" for hops in given for hop in hops)
+  if len(levels_of(transport, ranks)) == 2:
+    return gathers_nodes(rows, k_local, ranks)
+  return transport == "all_gather"
 
 
 def _pieces_of_ranks(
@@ -273,7 +273,7 @@ def _pieces_of_ranks(
 
 def _needed_rows(rank: np.ndarray, pieces: np.ndarray, keys: Dispatch) -> Rows:
   """What each rank's pieces show, each row once."""
-  rank, begin, end = union(rank, *shown_keys(pieces))
+  rank, begin, end = union(rank, *key_ranges(pieces))
   run_begin, run_end, run_owner, run_local = keys.runs()
   nobody = np.zeros_like(run_begin)
   index, run = overlapping(np.zeros_like(begin), begin, end, nobody, run_begin, run_end)
@@ -305,13 +305,21 @@ def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
   return "all_gather" if NEARLY_ALL * cost("all_gather") <= cost(best) else best
 
 
+def _stage_slices(pieces, rank, q_shift, buffers) -> tuple[np.ndarray, np.ndarray]:
+  """The mask on the buffers of all stages: rank * num_stages + stage, and slices."""
+  parts = [_slices_of(pieces, rank, q_shift, *buffer) for buffer in buffers]
+  stage = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
+  group = np.concatenate([part[0] for part in parts]) * len(parts) + stage
+  return merged(group, np.concatenate([part[1] for part in parts]))
+
+
 def _slices_of(pieces, rank, q_shift, rows: Rows, places) -> tuple[np.ndarray, np.ndarray]:
   """Pieces of the mask on a buffer: rank, and slices of its queries and the buffer's keys."""
   ends = rows.begin + rows.size
   is_new = (rows.rank[1:] != rows.rank[:-1]) | (rows.begin[1:] != ends[:-1])
   first, last = joined(np.append(True, is_new)[: len(rows.rank)])
   begins, ends, places = rows.begin[first], ends[last], places[first]
-  shown_begin, shown_end = shown_keys(pieces)
+  shown_begin, shown_end = key_ranges(pieces)
   index, run = overlapping(rank, shown_begin, shown_end, rows.rank[first], begins, ends)
   s = pieces[index]
   s[:, K_BEGIN] = np.maximum(shown_begin[index], begins[run])

@@ -6,20 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from jax_magi._src.context_parallel.key import DistAttnKey
-from jax_magi._src.context_parallel.stats import LEVEL_NAMES, pair_rows, stats_of
+from jax_magi._src.context_parallel.capacities import KeySpec
+from jax_magi._src.context_parallel.stats import LEVEL_NAMES, PlanStats
 
 
-def plot_key(key: DistAttnKey, axes: Any = None) -> Any:
-  """Draws who owns what, the work of each rank, and what moves; returns the three axes."""
-  stats = stats_of(key)
+def plot_plan(spec: KeySpec, q_chunks: Any, stats: PlanStats, rows: np.ndarray, axes: Any) -> Any:
+  """Draws who owns what, the work of each rank, and what moves; returns the three axes.
+
+  `rows` are those that pass between ranks, `[sender, receiver]`.
+  """
   import matplotlib.pyplot as plt
 
   if axes is None:
     axes = plt.figure(figsize=(12, 3.2), layout="constrained").subplots(1, 3)
   owners, work, moves = axes
-  spec = key.spec
-  chunks = np.asarray(key.q_chunks)
+  chunks = np.asarray(q_chunks)
   ranks = np.arange(spec.cp_size)
   colors = plt.get_cmap("tab20")(ranks % 20)
   for rank in ranks:
@@ -34,7 +35,6 @@ def plot_key(key: DistAttnKey, axes: Any = None) -> Any:
   work.axhline(stats.area.mean(), color="black", lw=1)
   work.set(xlabel="rank", ylabel="visible pairs", title=f"work: max / mean {stats.balance:.3f}")
 
-  rows = pair_rows(key)
   image = moves.imshow(rows.T, cmap="Blues", vmin=0, vmax=spec.k_local)
   moves.figure.colorbar(image, ax=moves, label="rows")
   lines = [f"{stats.transport}: needs {stats.share:.0%} of an all-gather"]

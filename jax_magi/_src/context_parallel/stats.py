@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
-from jax_magi._src.arguments import concrete
+from jax_magi._src.context_parallel.capacities import RECEIVED, SENT, KeySpec
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, moved_rows
-from jax_magi._src.context_parallel.key import RECEIVED, SENT, DistAttnKey
 from jax_magi._src.masks.slices import area_of
 
 
@@ -64,20 +64,21 @@ class PlanStats:
   levels: dict[str, LevelStats]
 
 
-def stats_of(key: DistAttnKey) -> PlanStats:
-  """See `PlanStats`."""
-  spec = key.spec
-  area = areas_of(key).sum(axis=1)
+def stats_of(
+  spec: KeySpec, areas: np.ndarray, slices: Any, take_runs: Any, pairs: tuple[Any, ...]
+) -> PlanStats:
+  """See `PlanStats`. The arguments are what a key has; `areas` are `[cp_size, stages]`."""
+  area = areas.sum(axis=1)
   everything = (spec.cp_size - 1) * spec.k_local
   levels = {
-    level: _level_stats(key, level, np.asarray(pairs, np.int64))
-    for level, pairs in zip(spec.levels, key.pairs, strict=True)
+    level: _level_stats(spec, level, np.asarray(of_level, np.int64))
+    for level, of_level in zip(spec.levels, pairs, strict=True)
   }
-  needed = _rows_needed(np.asarray(key.take_runs, np.int64))
+  needed = _rows_needed(np.asarray(take_runs, np.int64))
   return PlanStats(
     area=area,
     balance=float(area.max() / area.mean()) if area.any() else 1.0,
-    num_slices=(area_of(np.asarray(key.slices)) > 0).sum(axis=2),
+    num_slices=(area_of(np.asarray(slices)) > 0).sum(axis=2),
     rows_sent=np.sum([level.rows_sent for level in levels.values()], axis=0),
     rows_received=np.sum([level.rows_received for level in levels.values()], axis=0),
     rows_needed=needed,
@@ -91,17 +92,7 @@ def stats_of(key: DistAttnKey) -> PlanStats:
   )
 
 
-def areas_of(key: DistAttnKey) -> np.ndarray:
-  """int64 `[cp_size, stages]`: visible pairs."""
-  slices = concrete(key.slices)
-  count = key.spec.cp_size
-  if slices is None or slices.ndim != 4 or slices.shape[0] != count:
-    raise ValueError(f"stats needs one concrete key of all {count} ranks, got {key}")
-  return area_of(slices).sum(axis=2)
-
-
-def _level_stats(key: DistAttnKey, level: str, pairs: np.ndarray) -> LevelStats:
-  spec = key.spec
+def _level_stats(spec: KeySpec, level: str, pairs: np.ndarray) -> LevelStats:
   sent, received = pairs[:, :, SENT].sum(axis=2), pairs[:, :, RECEIVED].sum(axis=2)
   padded, collectives = 0, []
   for t, hops in enumerate(spec.capacities.hops):
@@ -129,13 +120,12 @@ def _rows_needed(runs: np.ndarray) -> np.ndarray:
   return np.where(runs[:, :, :-1, 2] > 0, lengths, 0).sum(axis=(1, 2))
 
 
-def pair_rows(key: DistAttnKey) -> np.ndarray:
+def pair_rows(spec: KeySpec, pairs: tuple[Any, ...]) -> np.ndarray:
   """int64 `[sender, receiver]`: rows that pass between ranks, on all levels."""
-  spec = key.spec
   total = np.zeros((spec.cp_size, spec.cp_size), np.int64)
   for number, level in enumerate(spec.levels):
     groups = spec.ranks.groups(level) or [list(range(spec.cp_size))]
-    sent = np.asarray(key.pairs[number], np.int64)[:, :, SENT].sum(axis=1)
+    sent = np.asarray(pairs[number], np.int64)[:, :, SENT].sum(axis=1)
     for group in groups:
       total[np.ix_(group, group)] += sent[group]
   if spec.transport == "all_gather":

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_magi._src.arguments import check_choice, check_length
+from jax_magi._src.context_parallel.capacities import TRANSPORTS
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows
-from jax_magi._src.context_parallel.key import TRANSPORTS
 from jax_magi._src.context_parallel.make_keys import check_ranks
 from jax_magi._src.context_parallel.nodes import check_ranks_per_node
 from jax_magi._src.context_parallel.routes import levels_of

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jax_magi._src.context_parallel.capacities import RECEIVED, SENT
 from jax_magi._src.context_parallel.hops import Hop
-from jax_magi._src.context_parallel.key import RECEIVED, SENT, DistAttnKey
+from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.routes import NOWHERE
 
 

@@ -1,0 +1,181 @@
+"""What is static about a key: lengths, and how much a compiled step has room for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jax_magi._src.arguments import check_length
+from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
+from jax_magi._src.context_parallel.routes import is_near_first, levels_of
+
+# How rows may travel; "auto" is one of the first three.
+TRANSPORTS = ("all_to_all", "all_gather", "two_level", "ragged")
+# Rows of a key's `pairs`.
+SENT, RECEIVED = range(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacities:
+  """How much a compiled step has room for. Keys of equal capacities share it.
+
+  `a | b` has room for both, and keys are made for it with `capacities=`. Where the two travel by
+  different collectives, a mask may then need more runs than before, and making its key says so.
+
+  Attributes:
+    slices: slices of a rank and stage.
+    rows: for each transfer, rows of keys that a stage gets from it.
+    runs: ranges of neighbouring rows in them, and in what a rank sends.
+    hops: for each transfer, the collectives that it is made of, with their rows.
+    overlap_degree: into how many stages with a transfer keys of other ranks are split; 0 is none.
+  """
+
+  slices: int
+  rows: tuple[int, ...]
+  runs: int
+  hops: tuple[tuple[Hop, ...], ...]
+  overlap_degree: int
+
+  def __post_init__(self):
+    for name in ("slices", "runs", "overlap_degree"):
+      check_length(name, getattr(self, name))
+    for rows in self.rows:
+      check_length("rows", rows)
+    if not all(isinstance(hop, Hop) for hops in self.hops for hop in hops):
+      raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
+
+  def __or__(self, other: Capacities) -> Capacities:
+    ways = [(room.overlap_degree, [_levels(t) for t in room.hops]) for room in (self, other)]
+    if ways[0] != ways[1]:
+      raise ValueError(
+        "capacities of different transports or degrees have no union; make the keys with the same "
+        f"transport= and overlap_degree=, got {self} and {other}"
+      )
+    return Capacities(
+      max(self.slices, other.slices),
+      tuple(map(max, self.rows, other.rows)),
+      max(self.runs, other.runs),
+      tuple(
+        tuple(map(_room_for_both, mine, theirs))
+        for mine, theirs in zip(self.hops, other.hops, strict=True)
+      ),
+      self.overlap_degree,
+    )
+
+
+def _levels(hops: tuple[Hop, ...]) -> list[tuple[str, bool]]:
+  """What hops must have in common."""
+  return [(hop.level, hop.kind == "ragged") for hop in hops]
+
+
+def _room_for_both(a: Hop, b: Hop) -> Hop:
+  """A hop that can do what either can."""
+  for hop in (a, b):
+    if hop.kind == "all_gather":
+      return hop
+  if a.kind == b.kind == "permute":
+    rows = dict(zip(a.shifts, a.rows, strict=True))
+    for shift, size in zip(b.shifts, b.rows, strict=True):
+      rows[shift] = max(rows.get(shift, 0), size)
+    shifts = tuple(sorted(rows))
+    return dataclasses.replace(a, shifts=shifts, rows=tuple(rows[shift] for shift in shifts))
+  kind = "ragged" if a.kind == "ragged" else "all_to_all"
+  return Hop(a.level, kind, (max(*a.rows, *b.rows),))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeySpec:
+  """What is static about a key."""
+
+  q_len: int
+  k_len: int
+  q_chunk_size: int
+  k_chunk_size: int
+  q_local: int
+  k_local: int
+  cp_size: int
+  is_cross: bool
+  transport: str
+  ranks_per_node: int
+  capacities: Capacities
+
+  @property
+  def overlap_degree(self) -> int:
+    """Stages with a transfer."""
+    return self.capacities.overlap_degree
+
+  @property
+  def num_transfers(self) -> int:
+    """Transfers of an attention, each way."""
+    return max(self.overlap_degree, 1)
+
+  @property
+  def ranks(self) -> Ranks:
+    """Those of the mesh axis."""
+    return Ranks(self.cp_size, self.ranks_per_node)
+
+  @property
+  def levels(self) -> tuple[str, ...]:
+    """On which rows travel."""
+    return levels_of(self.transport, self.ranks)
+
+  @property
+  def near_first(self) -> bool:
+    """Whether the first transfer is of rows from the same node alone."""
+    return is_near_first(self.levels, self.num_transfers)
+
+
+def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int) -> Capacities:
+  """Round numbers, so that similar masks have equal ones.
+
+  Args:
+    needed: of the mask.
+    chunks_of_rank: chunks of queries that a rank has.
+    k_local: keys that it has.
+    cp_size: number of ranks.
+  """
+  floor = 2 * chunks_of_rank  # For the simplest masks, one bucket.
+  limit = cp_size * k_local
+
+  def hop(hop: Hop) -> Hop:
+    if hop.kind == "all_gather":
+      return hop
+    # Between nodes, a quarter too much counts. Inside one, fewer programs are worth more than that.
+    half = k_local // 2
+    parts = [8 if hop.level == NODE else 4 if size > half else 1 for size in hop.rows]
+    rows = tuple(map(_round_up_to_part, hop.rows, parts))
+    return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
+
+  return Capacities(
+    _round_up(max(needed.slices, floor)),
+    tuple(min(_round_up(max(rows, 1)), limit) for rows in needed.rows),
+    _round_up(max(needed.runs, floor)),
+    tuple(tuple(map(hop, hops)) for hops in needed.hops),
+    needed.overlap_degree,
+  )
+
+
+def check_room(needed: Capacities, have: Capacities) -> None:
+  """Raises where a mask needs more than there is room for."""
+  for name in ("slices", "runs", "rows"):
+    need, room = getattr(needed, name), getattr(have, name)
+    if np.any(np.array(need) > np.array(room)):
+      raise ValueError(f"capacities.{name} must be at least {need} for this mask, got {room}")
+  for t, (hops, room) in enumerate(zip(needed.hops, have.hops, strict=True)):
+    for need, hop in zip(hops, room, strict=True):
+      if any(a > b for a, b in zip(need.rows, hop.rows, strict=True)):
+        raise ValueError(
+          f"capacities.hops must have room for {need} in transfer {t} for this mask, got {hop}"
+        )
+
+
+def _round_up(count: int) -> int:
+  """To a power of two."""
+  return 1 << max(count - 1, 0).bit_length()
+
+
+def _round_up_to_part(count: int, parts: int) -> int:
+  """To so many parts of a power of two: rows beyond what is needed are moved for nothing."""
+  step = max(_round_up(count) // parts, 1)
+  return -(-count // step) * step
