@@ -68,8 +68,8 @@ bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for) 
   if (!done) return false;
 
   for (int64_t head = 0; head < num_heads; ++head) {
-    float largest =
-        args.running_out != nullptr ? args.max_logits[head] : -std::numeric_limits<float>::infinity();
+    float largest = args.running_out != nullptr ? args.max_logits[head]
+                                                : -std::numeric_limits<float>::infinity();
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const float logit = tile_max[head * num_tiles + tile];
       if (!std::isnan(largest) && !(largest >= logit)) largest = logit;

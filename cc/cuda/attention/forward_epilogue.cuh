@@ -58,7 +58,8 @@ struct ForwardEpilogue {
     constexpr int kLine = 128 / sizeof(float);
     const int value_dim = consumer.params.value_dim;
     const float* running = consumer.params.running_out + row.offset * value_dim;
-    for (int i = consumer.thread % 4 * kLine; i < value_dim; i += 4 * kLine) PrefetchL2(running + i);
+    for (int i = consumer.thread % 4 * kLine; i < value_dim; i += 4 * kLine)
+      PrefetchL2(running + i);
   }
 
   // Without branches before the output is on its way: both rows' latencies hide each other.

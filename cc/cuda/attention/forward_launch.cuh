@@ -42,7 +42,8 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
   JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0,
-                                   args.running_out != nullptr ? nullptr : args.max_logits, options.stream));
+                                   args.running_out != nullptr ? nullptr : args.max_logits,
+                                   options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,

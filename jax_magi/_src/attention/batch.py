@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jax_magi._src.attention import ops
+from jax_magi._src.attention.mask_operand import MaskOperand
 from jax_magi._src.transforms.staging import is_staged
 from jax_magi._src.transforms.varying import vary_together
 
@@ -20,14 +21,18 @@ def attend(config: ops.AttentionConfig, q, k, v, slices, sink, *, bias=None, ali
   """
   q, config = with_positive_scale(q, config)
   # Only in a program that is compiled as a whole: elsewhere, each new mask would be a new program.
+  known = None
   if isinstance(slices, np.ndarray) and slices.shape[0] == 1 and any(map(is_staged, (q, k, v))):
-    config = dataclasses.replace(config, static_slices=slices.tobytes())
+    known = slices.tobytes()
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
   terms = {"bias": bias, "alibi_slopes": alibi_slopes}
   names = [name for name, x in terms.items() if x is not None]
-  operands = vary_together(q, k, v, slices, sink, *(terms[name] for name in names))
-  given = dict(zip(names, operands[5:], strict=True))
-  out, lse, max_logits = ops.attention(config, *operands[:5], given)
+  q, k, v, slices, sink, *rest = vary_together(
+    q, k, v, slices, sink, *(terms[name] for name in names)
+  )
+  given = dict(zip(names, rest, strict=True))
+  mask = MaskOperand(slices, known)
+  out, lse, max_logits = ops.attention(config, q, k, v, mask, sink, given)
   return out, lse, lax.stop_gradient(max_logits)
 
 

@@ -14,7 +14,7 @@ from jax_magi._src.arguments import (
   check_no_symbols,
   check_number,
 )
-from jax_magi._src.attention.ops import PLAIN, AttentionConfig
+from jax_magi._src.attention.kernel_call import PLAIN, AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.native.backends import check_implementation, num_multiprocessors
 from jax_magi._src.softmax_lse import softmax_lse

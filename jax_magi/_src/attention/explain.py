@@ -8,7 +8,7 @@ import jax
 
 from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
-from jax_magi._src.attention.ops import PLAIN
+from jax_magi._src.attention.kernel_call import PLAIN
 from jax_magi._src.native.explanation import Explanation, explain
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,55 +14,39 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import blockwise
-from jax_magi._src.masks.slices import grouped_by_keys
-from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import (
-  BACKENDS,
-  Backend,
-  check_implementation,
-  log_fallback,
+from jax_magi._src.attention.kernel_call import (
+  PLAIN,
+  TERMS,
+  AttentionConfig,
+  KernelCall,
+  natives,
 )
+from jax_magi._src.attention.mask_operand import MaskOperand
+from jax_magi._src.native import attention as native
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Operation
 from jax_magi._src.transforms.varying import vary_like
 
-# The name of the path in plain JAX.
-PLAIN = "blockwise"
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
-# Optional operands, in the order of the kernels: what is added to the scaled logits.
-TERMS = ("bias", "alibi_slopes")
-# And results of calls over other keys.
+# Results of calls over other keys, as operands.
 _RUNNING = ("running_out", "running_lse", "running_max_logits")
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-  """What is static about a call."""
-
-  softmax_scale: float
-  softcap: float = 0.0
-  deterministic: bool = False
-  sm_margin: int = 0
-  implementation: str | None = None
-  # The mask's slices, `[num_slices, 6]` as bytes, where they are known when the call is traced.
-  static_slices: bytes | None = dataclasses.field(default=None, repr=False)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(config: AttentionConfig, q, k, v, slices, sink, terms):
+def attention(config: AttentionConfig, q, k, v, mask: MaskOperand, sink, terms):
   """`forward`, with gradients for q, k, v, sink and terms, from those of out and lse.
 
   `terms` are the optional operands of `forward` that there are, by name.
   """
-  return _forward_on_mesh(config, None, q, k, v, slices, sink, terms)
+  return _forward_on_mesh(config, None, q, k, v, mask, sink, terms)
 
 
 def _forward_on_mesh(config, out_dtype, *operands):
   """`forward` for operands that may lie on Explicit axes."""
 
-  def fun(q, k, v, slices, sink, terms):
-    return forward(config, q, k, v, slices, sink, **terms, out_dtype=out_dtype)
+  def fun(q, k, v, mask, sink, terms):
+    return forward(config, q, k, v, mask, sink, **terms, out_dtype=out_dtype)
 
   def out_specs():
     batch, _, heads, _ = spec_of(*operands[:3])
@@ -76,34 +59,34 @@ def _attention_fwd(config, *operands):
   terms = operands[-1]
   # As the keys of a dict, which are no data: whose gradient costs nothing unless it is asked for.
   wanted: dict[str, tuple] = {name: () for name, x in terms.items() if x.perturbed}
-  q, k, v, slices, sink, terms = jax.tree.map(lambda x: x.value, operands)
+  q, k, v, mask, sink, terms = jax.tree.map(lambda x: x.value, operands)
   # In the gradient of slopes, an error of delta counts as often as there are tokens between a query
   # and the keys that matter to it: delta is then made of an `out` that is not rounded.
   needs_float32 = "alibi_slopes" in wanted and q.dtype.itemsize < 4
   out_dtype = np.float32 if needs_float32 else None
-  out, lse, max_logits = _forward_on_mesh(config, out_dtype, q, k, v, slices, sink, terms)
+  out, lse, max_logits = _forward_on_mesh(config, out_dtype, q, k, v, mask, sink, terms)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
   out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
-  residuals = (q, k, v, slices, sink, terms, wanted, out, lse)
+  residuals = (q, k, v, mask, sink, terms, wanted, out, lse)
   return (out.astype(q.dtype), lse, max_logits), residuals
 
 
 def _attention_bwd(config, residuals, cotangents):
-  q, k, v, slices, sink, terms, wanted, out, lse = residuals
+  q, k, v, mask, sink, terms, wanted, out, lse = residuals
   dout, dlse, _ = map(_instantiated, cotangents, (out, lse, lse))
-  config, slices = _grouped_by_keys(config, slices)
+  mask = mask.for_backward()
   wants = tuple(name for name in TERMS if name in wanted)
 
-  def fun(q, k, v, slices, sink, terms, out, lse, dout, dlse):
+  def fun(q, k, v, mask, sink, terms, out, lse, dout, dlse):
     row_delta = delta(out, lse, dout, dlse)
     dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
-    gradients = backward(config, q, k, v, dout, lse, row_delta, slices, **terms, wants=wants)
+    gradients = backward(config, q, k, v, dout, lse, row_delta, mask, **terms, wants=wants)
     return (dsink, *gradients)
 
   def out_specs():
     return tuple(map(spec_of, (sink, q, k, v, *(terms[name] for name in wants))))
 
-  operands = (q, k, v, slices, sink, terms, out, lse, dout, dlse)
+  operands = (q, k, v, mask, sink, terms, out, lse, dout, dlse)
   dsink, dq, dk, dv, *dterms = with_auto_axes(fun, operands, out_specs)(*operands)
   gradients = dict(zip(wants, dterms, strict=True))
   return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
@@ -139,7 +122,7 @@ def forward(
     q: `[batch, q_len, num_q_heads, head_dim]`.
     k: `[batch, k_len, num_kv_heads, head_dim]`.
     v: `[batch, k_len, num_kv_heads, value_dim]`.
-    slices: int32 `[batch or 1, num_slices, 6]`.
+    slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
     sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
     bias: `[batch or 1, num_q_heads or 1, q_len or 1, k_len]`, added to the scaled logits, in q's
       dtype or float32; None is none.
@@ -160,8 +143,9 @@ def forward(
     assert not terms, "terms and running results are not taken together"
     assert running[0].dtype == np.float32, running[0].dtype
     terms = dict(zip(_RUNNING, running, strict=True))
-  operands = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink}
-  return _forward(config, dtype)(operands | terms)
+  mask = MaskOperand.of(slices)
+  operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink}
+  return _forward(config, mask.known, dtype)(operands | terms)
 
 
 def delta(out, lse, dout, dlse):
@@ -218,9 +202,10 @@ def backward(
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
   terms = _given(bias=bias, alibi_slopes=alibi_slopes)
   assert not (terms and running_dq is not None), "terms and a running dq are not taken together"
-  operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "slices": slices}
-  operands |= terms | _given(running_dq=running_dq)
-  return _backward(config, dtype, wants, running_dq is not None)(operands)
+  mask = MaskOperand.of(slices)
+  operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
+  operands |= {"slices": mask.slices} | terms | _given(running_dq=running_dq)
+  return _backward(config, mask.known, dtype, wants, running_dq is not None)(operands)
 
 
 def _given(**terms):
@@ -234,17 +219,6 @@ def sink_probability(sink, lse):
   # Neither NaN nor infinity is formed on the way: jax_debug_nans and jax_debug_infs look there.
   lse = jnp.where(lse == -jnp.inf, 0.0, lse)
   return jnp.where(has_sink, jnp.exp(jnp.where(has_sink, sink, lse) - lse), 0.0)
-
-
-def _grouped_by_keys(config: AttentionConfig, slices):
-  """Slices for the backward pass, whose kernels walk keys."""
-  if config.static_slices is None or slices.shape[0] != 1:
-    return config, slices
-  known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
-  grouped = grouped_by_keys(known)
-  if grouped is known:
-    return config, slices
-  return dataclasses.replace(config, static_slices=grouped.tobytes()), jnp.asarray(grouped)[None]
 
 
 # --- The two operations ---
@@ -269,12 +243,12 @@ _OPERANDS = {
 }
 _SHARED = frozenset({"slices", "bias"})
 
-# Bounded, as each concrete mask has a config of its own.
+# Bounded, as each known mask has its own.
 _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: AttentionConfig, out_dtype: Any) -> Callable:
+def _forward(config: AttentionConfig, known: bytes | None, out_dtype: Any) -> Callable:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
@@ -284,7 +258,7 @@ def _forward(config: AttentionConfig, out_dtype: Any) -> Callable:
   return Operation(
     operands=_OPERANDS,
     results={"out": "bqhe", "lse": "bqh", "max_logits": "bh"},
-    natives=functools.partial(_natives, _KernelCall(config, kernel)),
+    natives=functools.partial(natives, KernelCall(config, known, kernel)),
     plain=functools.partial(blockwise.forward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
@@ -294,7 +268,11 @@ def _forward(config: AttentionConfig, out_dtype: Any) -> Callable:
 
 @_cache
 def _backward(
-  config: AttentionConfig, grad_dtype: Any, wants: tuple[str, ...], sums_dq: bool
+  config: AttentionConfig,
+  known: bytes | None,
+  grad_dtype: Any,
+  wants: tuple[str, ...],
+  sums_dq: bool,
 ) -> Callable:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
@@ -307,7 +285,7 @@ def _backward(
     **options,
     deterministic=config.deterministic,
     sm_margin=config.sm_margin,
-    static_slices=config.static_slices,
+    known=known,
   )
   # Each result is like an operand.
   like = {"dq": "running_dq" if sums_dq else "q", "dk": "k", "dv": "v"}
@@ -315,7 +293,7 @@ def _backward(
   return Operation(
     operands=_OPERANDS,
     results={name: _OPERANDS[operand] for name, operand in (like | gradients).items()},
-    natives=functools.partial(_natives, _KernelCall(config, kernel, wants, is_backward=True)),
+    natives=functools.partial(natives, KernelCall(config, known, kernel, wants, is_backward=True)),
     plain=functools.partial(blockwise.backward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
@@ -323,88 +301,3 @@ def _backward(
     shared=_SHARED.difference(wants),
     gradients=gradients,
   ).function()
-
-
-@dataclasses.dataclass(frozen=True)
-class _KernelCall:
-  """A kernel, and what its tiles are planned by.
-
-  Attributes:
-    config: see `AttentionConfig`.
-    kernel: a function of the operands by name, `backend`, and `tile_stamp`.
-    wants: operands with a gradient, besides q, k and v.
-    is_backward: which of the two operations it is.
-  """
-
-  config: AttentionConfig
-  kernel: Callable
-  wants: tuple[str, ...] = ()
-  is_backward: bool = False
-
-
-def _natives(call: _KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
-  """The platforms whose kernels take the operands."""
-  config = call.config
-  is_in_order = config.deterministic and "bias" in call.wants
-  check = functools.partial(
-    Backend.attention_obstacle,
-    q=operands["q"],
-    v=operands["v"],
-    has_terms=not operands.keys().isdisjoint(TERMS),
-    bias_in_order=operands["bias"] if is_in_order else None,
-  )
-  # Besides what was checked with the arguments, before it was known which gradients are wanted.
-  check_implementation(config.implementation, PLAIN, check)
-  if config.implementation is None:
-    log_fallback("attention", PLAIN, check)
-  return {
-    platform: functools.partial(_on_backend, call, backend)
-    for platform, backend in BACKENDS.items()
-    if check(backend) is None
-  }
-
-
-def _on_backend(call: _KernelCall, backend: Backend, split: Callable, operands: dict[str, Any]):
-  """A backend's kernel. The tile list is one for all, made before batch and heads are split."""
-  slices, tile_list, options = _tiles(call, backend, operands)
-  group = _group(operands)
-
-  def kernel(tile_list, **parts):
-    if _group(parts) != group:
-      # A device with part of a group's heads may want other tiles than those of the list.
-      return call.kernel(**parts, tile_list=jnp.zeros(0, np.int32), backend=backend)
-    return call.kernel(**parts, tile_list=tile_list, backend=backend, **options)
-
-  return split(kernel, operands | {"slices": slices, "tile_list": tile_list})
-
-
-def _group(operands: dict[str, Any]) -> int:
-  """Query heads that share a kv head."""
-  return operands["q"].shape[2] // operands["k"].shape[2]
-
-
-def _tiles(call: _KernelCall, backend: Backend, operands: dict[str, Any]):
-  """The slices that the kernels take, the tile list and its stamp; no tiles of an unknown mask."""
-  config, slices = call.config, operands["slices"]
-  if config.static_slices is None or slices.shape[0] != 1:
-    return slices, np.zeros(0, np.int32), {}
-  known = np.frombuffer(config.static_slices, np.int32).reshape(-1, 6)
-  candidates = [known]
-  if not call.is_backward and (grouped := grouped_by_keys(known)) is not known:
-    candidates.append(grouped)
-  best, plan = native.plan_tiles(
-    backend,
-    operands["q"],
-    operands["k"],
-    operands["v"],
-    candidates,
-    softcap=config.softcap,
-    is_backward=call.is_backward,
-    deterministic=config.deterministic,
-    bias=operands.get("bias"),
-    alibi_slopes=operands.get("alibi_slopes"),
-    wants=call.wants,
-  )
-  if best is not known:
-    slices = jnp.asarray(best)[None]
-  return slices, np.frombuffer(plan.tile_list, np.int32), {"tile_stamp": plan.tile_stamp}

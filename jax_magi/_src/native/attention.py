@@ -79,7 +79,7 @@ def plan_tiles(
         softcap=softcap,
         is_backward=is_backward,
         deterministic=deterministic,
-        static_slices=slices.tobytes(),
+        known=slices.tobytes(),
         bias=bias,
         alibi_slopes=alibi_slopes,
         wants=wants,
@@ -100,14 +100,14 @@ def _needs(
   softcap: float,
   is_backward: bool,
   deterministic: bool = False,
-  static_slices: bytes | None = None,
+  known: bytes | None = None,
   bias: Any = None,
   alibi_slopes: Any = None,
   wants: tuple[str, ...] = (),
   sums_dq: bool = False,
   has_float_grads: bool = False,
 ) -> Any:
-  """`static_slices` are the values of `slices`, where they are known and one list."""
+  """`known` are the values of `slices`, where they are known and one list."""
   # Terms without elements are none, as handlers see them.
   bias, alibi_slopes = (x if x is not None and x.size > 0 else None for x in (bias, alibi_slopes))
   return backend.module.attention_needs(
@@ -119,7 +119,7 @@ def _needs(
     has_softcap=softcap != 0.0,
     is_backward=is_backward,
     deterministic=deterministic,
-    static_slices=static_slices if slices.shape[0] == 1 else None,
+    static_slices=known if slices.shape[0] == 1 else None,
     bias_shape=None if bias is None else bias.shape,
     bias_dtype="float32" if bias is None else bias.dtype.name,
     has_alibi=alibi_slopes is not None,
@@ -249,7 +249,7 @@ def backward(
   softcap: float,
   deterministic: bool,
   sm_margin: int,
-  static_slices: bytes | None,
+  known: bytes | None,
   grad_dtype: Any,
   tile_stamp: int | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -272,7 +272,7 @@ def backward(
     softcap=softcap,
     is_backward=True,
     deterministic=deterministic,
-    static_slices=static_slices,
+    known=known,
     bias=bias,
     alibi_slopes=alibi_slopes,
     wants=wants,

@@ -1,0 +1,102 @@
+"""The kernels of backends as the native side of attention's operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.attention.mask_operand import MaskOperand
+from jax_magi._src.native.backends import (
+  BACKENDS,
+  Backend,
+  check_implementation,
+  log_fallback,
+)
+
+# The name of the path in plain JAX.
+PLAIN = "blockwise"
+# Optional operands, in the order of the kernels: what is added to the scaled logits.
+TERMS = ("bias", "alibi_slopes")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+  """What is static about a call."""
+
+  softmax_scale: float
+  softcap: float = 0.0
+  deterministic: bool = False
+  sm_margin: int = 0
+  implementation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+  """A kernel, and what its tiles are planned by.
+
+  Attributes:
+    config: see `AttentionConfig`.
+    known: as in `MaskOperand`.
+    kernel: a function of the operands by name, `backend`, and `tile_stamp`.
+    wants: operands with a gradient, besides q, k and v.
+    is_backward: which of the two operations it is.
+  """
+
+  config: AttentionConfig
+  known: bytes | None
+  kernel: Callable
+  wants: tuple[str, ...] = ()
+  is_backward: bool = False
+
+
+def natives(call: KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
+  """The platforms whose kernels take the operands."""
+  config = call.config
+  is_in_order = config.deterministic and "bias" in call.wants
+  check = functools.partial(
+    Backend.attention_obstacle,
+    q=operands["q"],
+    v=operands["v"],
+    has_terms=not operands.keys().isdisjoint(TERMS),
+    bias_in_order=operands["bias"] if is_in_order else None,
+  )
+  # Besides what was checked with the arguments, before it was known which gradients are wanted.
+  check_implementation(config.implementation, PLAIN, check)
+  if config.implementation is None:
+    log_fallback("attention", PLAIN, check)
+  return {
+    platform: functools.partial(_on_backend, call, backend)
+    for platform, backend in BACKENDS.items()
+    if check(backend) is None
+  }
+
+
+def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: dict[str, Any]):
+  """A backend's kernel. The tile list is one for all, made before batch and heads are split."""
+  slices, tile_list, options = MaskOperand(operands["slices"], call.known).tiles(
+    backend,
+    operands,
+    softcap=call.config.softcap,
+    is_backward=call.is_backward,
+    deterministic=call.config.deterministic,
+    wants=call.wants,
+  )
+  group = _group(operands)
+
+  def kernel(tile_list, **parts):
+    if _group(parts) != group:
+      # A device with part of a group's heads may want other tiles than those of the list.
+      return call.kernel(**parts, tile_list=jnp.zeros(0, np.int32), backend=backend)
+    return call.kernel(**parts, tile_list=tile_list, backend=backend, **options)
+
+  return split(kernel, operands | {"slices": slices, "tile_list": tile_list})
+
+
+def _group(operands: dict[str, Any]) -> int:
+  """Query heads that share a kv head."""
+  return operands["q"].shape[2] // operands["k"].shape[2]
