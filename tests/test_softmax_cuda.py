@@ -26,7 +26,7 @@ def _normal(*shape, dtype=jnp.bfloat16, seed=0):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("case", ROWS + _MORE_ROWS, ids=lambda case: case.name)
 def test_row(case, dtype):
-  check_softmax(case, dtype, "cuda")
+  check_softmax(case, dtype, "cuda", num_draws=8 if case.shape[-1] < 100 else 1)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
