@@ -90,10 +90,10 @@ struct ForwardArgs {
   void* out;
   float* lse;         // -inf for rows that see nothing.
   float* max_logits;  // -inf for heads that see nothing.
-  // The output of calls over other keys, whose lse and max_logits are in those above, to be merged
-  // with this one; null: there are none. It is `out`, of which rows that see nothing stay as they
-  // are, or, where `out` is not float32, what the last call rounds. The sink took part in the first
-  // call, and does not in this one.
+  // The output of earlier calls over other keys, or null. Its lse and max_logits are in the arrays
+  // above, and this call merges its results with them. It equals `out` if `out` is float32; fully
+  // masked rows then stay unchanged. Otherwise this is the last call, which rounds to `out`. Only
+  // the first call uses the sink.
   const float* running_out;
 };
 

@@ -38,8 +38,7 @@ struct ForwardParams {
   void* out;
   float *lse, *max_logits;
   PartsParams parts;
-  // Of kernels with a float32 output: as ForwardArgs says, and whether this is the last call, which
-  // has another output.
+  // Used by kernels with a float32 output: see ForwardArgs, and whether this call rounds to `out`.
   const float* running_out;
   bool is_rounded;
 };

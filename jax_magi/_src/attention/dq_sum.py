@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.attention import blockwise
-from jax_magi._src.attention.kernel_call import AttentionConfig
+from jax_magi._src.attention.kernel_call import PLAIN, AttentionConfig
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS
 from jax_magi._src.transforms.operation import Operation
@@ -92,6 +92,6 @@ def _finish_dq(
     results={"dq": "bqhd"},
     natives=natives,
     plain=plain,
-    plain_name="blockwise",
+    plain_name=PLAIN,
     implementation=implementation,
   ).function()

@@ -130,8 +130,9 @@ def forward(
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
     running: the results of calls over other keys of the same queries, with a float32 `out`. Those
       of this call are merged with them, in their memory where nothing else uses it; a tile of
-      queries that sees none of these keys costs nothing. The last such call takes no `out_dtype`,
-      and rounds. The sink belongs to the first call, and is not used here; there are no terms.
+      queries that sees none of these keys costs nothing. Omit `out_dtype` in the
+      last such call: it rounds the result. Only the first call uses the sink. Terms are not
+      supported here.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
@@ -243,7 +244,7 @@ _OPERANDS = {
 }
 _SHARED = frozenset({"slices", "bias"})
 
-# Bounded, as each known mask has its own.
+# Bounded: each known mask adds an entry.
 _cache = functools.lru_cache(maxsize=256)
 
 

@@ -1,10 +1,10 @@
 """Documents packed into nodes, and then into the ranks of each node.
 
-A document is a part of the sequence that sees nothing of the rest: what is together on one rank
-moves no rows at all. So documents stay whole as far as they fit, those with the most work first.
-One that is too large for a node, or a rank, goes to all of them, in runs of chunks, to where work
-is missing: a collective moves as many rows between all pairs as between the busiest one, so that
-two that share a document pay as much as all would, and for a larger part of it.
+A document is a part of the sequence that attends only to itself, so a document on a single rank
+needs no communication. Documents therefore stay whole where they fit, those with the most work
+first. A document that is too large for a node (or a rank) is split over all of them, in runs of
+chunks, so that the work becomes even. Splitting it over only two would not be cheaper: every pair
+of a collective moves as many rows as the busiest pair, and each of the two would send more rows.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 
 # A document with more than this of what a group holds is divided.
 _MOST_OF_A_GROUP = 0.95
-# Where a node's work is above the mean by more than this, others are divided, too: one document at
-# a time, with so many times the work that is in the wrong place. Ranks exchange chunks afterwards.
+# If a node's work exceeds the mean by more than _TOLERANCE, more documents are divided, one at a
+# time. Each has at least _MORE times the work that has to move. Ranks exchange chunks afterwards.
 _TOLERANCE, _MORE, _MOST_TRIALS = 0.04, 1.5, 6
-# A group may be fuller than another by so much, if it has the document before or after: the chunk
-# at their border is of both.
+# How much fuller a group may be if it holds a neighbouring document, which shares a chunk with this
+# one.
 _WORTH_OF_A_NEIGHBOUR = 0.1
-# Runs of neighbouring chunks that a group gets of a divided document, about: fewer make the
-# backward kernels faster, more make work even.
+# The approximate number of runs of a divided document that each group gets. Fewer runs make the
+# backward kernels faster; more runs make the work more even.
 _RUNS_OF_GROUP = 2
-# What each group gets of documents that are divided, as if so much of its work were missing.
+# Every group gets a share of divided documents, as if at least this much of its work were missing.
 _LEAST_MISSING = 0.05
 
 

@@ -187,8 +187,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
 
-  With running results they are merged with these, and take their memory; not so an out in another
-  dtype than float32. `tile_stamp` is that of the plan that the tile list is from.
+  Running results are merged in place, except that a 16-bit `out` has memory of its own.
+  `tile_stamp` is that of the plan that the tile list is from.
   """
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
