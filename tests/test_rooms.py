@@ -43,6 +43,7 @@ PYTHON = {
 CPP = {
   "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/overlap", "cuda/softmax"},
   "cpu": {""},
+  "cuda/attention/sm90": {"", "cuda", "cuda/attention"},
   "cuda/attention": {"", "cuda"},
   "cuda/overlap": {"cuda"},
   "cuda/softmax": {"", "cuda"},
@@ -54,9 +55,9 @@ CPP = {
 OUTSIDE = {
   "xla/": {"ffi"},
   "nanobind/": {"ffi"},
-  "cute/": {"cuda/attention"},
-  "cutlass/": {"cuda/attention"},
-  "cuda": {"cuda", "cuda/attention", "cuda/softmax"},
+  "cute/": {"cuda/attention", "cuda/attention/sm90"},
+  "cutlass/": {"cuda/attention/sm90"},
+  "cuda": {"cuda", "cuda/attention", "cuda/attention/sm90", "cuda/softmax"},
 }
 
 MAX_LINES = 450

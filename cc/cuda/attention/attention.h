@@ -1,4 +1,4 @@
-// Attention on a Hopper GPU: the launchers.
+// Attention on a GPU: the launchers. sm90/ has those of Hopper.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
 #define JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cc/attention.h"
-#include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/tile_list.h"
 #include "cc/cuda/status.h"
 
@@ -58,33 +57,6 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
 // What was built, for people: "192/128 bfloat16" has head dim 192 and value dim 128.
 std::vector<std::string> ForwardVariants();
 std::vector<std::string> BackwardVariants();
-
-// One variant of a kernel, in a translation unit of its own. Those for scores with terms take any
-// of them, with a cap and without.
-template <int kHeadDim, int kValueDim, typename Element>
-struct ForwardVariant {
-  static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
-  static Tiling TilingOf(const AttentionShape& shape, bool has_softcap);
-};
-template <int kHeadDim, typename Element>
-struct ForwardTermsVariant {
-  static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
-  static Tiling TilingOf(const AttentionShape& shape);
-};
-template <int kHeadDim, int kValueDim, typename Element>
-struct BackwardVariant {
-  static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
-                       const LaunchOptions& options);
-  // The same in clusters as without, where it never runs in any.
-  static Tiling TilingOf(bool has_softcap, bool in_clusters);
-};
-template <int kHeadDim, typename Element>
-struct BackwardTermsVariant {
-  static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
-                       const LaunchOptions& options);
-  // Slopes are alone if they have no gradient, and there is neither a bias nor a cap.
-  static Tiling TilingOf(bool are_slopes_alone);
-};
 
 }  // namespace jax_magi::cuda
 

@@ -1,6 +1,5 @@
 #include "cc/cuda/attention/backward_finish.h"
-#include "cc/cuda/attention/early_launch.h"
-#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/early_launch.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
 
 namespace jax_magi::cuda {

@@ -2,8 +2,7 @@
 
 #include "cc/cuda/arithmetic.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
-#include "cc/cuda/attention/early_launch.h"
-#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/early_launch.cuh"
 
 namespace jax_magi::cuda {
 namespace {

@@ -1,6 +1,6 @@
 #include "cc/cuda/attention/dq_order.h"
-#include "cc/cuda/attention/early_launch.h"
-#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/early_launch.cuh"
+#include "cc/cuda/attention/instructions.cuh"
 #include "cc/cuda/attention/tile_cuts.h"
 
 namespace jax_magi::cuda {

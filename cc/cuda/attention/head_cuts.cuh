@@ -4,7 +4,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_HEAD_CUTS_CUH_
 
 #include "cc/cuda/attention/head_cuts.h"
-#include "cc/cuda/attention/pipeline.cuh"
+#include "cc/cuda/attention/work.cuh"
 
 namespace jax_magi::cuda {
 

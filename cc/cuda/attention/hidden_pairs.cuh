@@ -4,7 +4,6 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_HIDDEN_PAIRS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_HIDDEN_PAIRS_CUH_
 
-#include "cc/cuda/attention/hopper.cuh"
 #include "cc/cuda/attention/term_gradients.h"
 #include "cc/mask.h"
 
@@ -38,19 +37,13 @@ __device__ __forceinline__ bool IsNothingHidden(const HiddenPairs& pairs) {
          slice.k_end == pairs.k_len && slice.lo <= 1 - pairs.q_len && slice.hi >= pairs.k_len - 1;
 }
 
-// Shared memory that is zero, if there is any.
-struct Zeros {
-  const void* data = nullptr;
-  int count = 0;  // Of 16-bit elements, a multiple of 8.
-
-  // Begins to copy so many, a multiple of 8.
-  __device__ __forceinline__ void CopyTo(uint16_t* to, int num) const {
-    for (; num > 0; num -= count, to += count) StoreBulk(to, data, 2 * Min(num, count));
-  }
+// No shared memory that is zero, and could be copied.
+struct NoZeros {
+  static constexpr bool kCanCopy = false;
 };
 
 // Query `index` of the batch, and all its heads. `sync` is a barrier of the threads.
-template <int kThreads, typename Shared, typename Sync>
+template <int kThreads, typename Shared, typename Sync, typename Zeros = NoZeros>
 __device__ __forceinline__ void ZeroHidden(const HiddenPairs& pairs, uint32_t index, int thread,
                                            Shared& shared, Sync sync, Zeros zeros = {}) {
   const int q_len = pairs.q_len, k_len = pairs.k_len;
@@ -71,18 +64,20 @@ __device__ __forceinline__ void ZeroHidden(const HiddenPairs& pairs, uint32_t in
     if (place < Shared::kMaxRanges) shared.ranges[place] = keys;
   }
   sync();
-  if (zeros.data != nullptr && shared.num_ranges <= 1) {
-    const Range keys = shared.num_ranges == 1 ? shared.ranges[0] : Range{k_len, k_len};
-    const int before = keys.begin / 8 * 8, after = (keys.end + 7) / 8 * 8;
-    for (int head = thread; head < pairs.num_heads; head += kThreads) {
-      uint16_t* row = pairs.dbias + ((batch * pairs.num_heads + head) * q_len + query) * k_len;
-      zeros.CopyTo(row, before);
-      zeros.CopyTo(row + after, k_len - after);
-      for (int i = before; i < keys.begin; ++i) row[i] = 0;
-      for (int i = keys.end; i < after; ++i) row[i] = 0;
+  if constexpr (Zeros::kCanCopy) {
+    if (shared.num_ranges <= 1) {
+      const Range keys = shared.num_ranges == 1 ? shared.ranges[0] : Range{k_len, k_len};
+      const int before = keys.begin / 8 * 8, after = (keys.end + 7) / 8 * 8;
+      for (int head = thread; head < pairs.num_heads; head += kThreads) {
+        uint16_t* row = pairs.dbias + ((batch * pairs.num_heads + head) * q_len + query) * k_len;
+        zeros.CopyTo(row, before);
+        zeros.CopyTo(row + after, k_len - after);
+        for (int i = before; i < keys.begin; ++i) row[i] = 0;
+        for (int i = keys.end; i < after; ++i) row[i] = 0;
+      }
+      Zeros::Commit();
+      return;
     }
-    CommitReduce();
-    return;
   }
   // With more ranges than that, slices are looked at again for each piece of keys.
   const bool has_ranges = shared.num_ranges <= Shared::kMaxRanges;
@@ -115,30 +110,6 @@ __device__ __forceinline__ void ZeroHidden(const HiddenPairs& pairs, uint32_t in
       }
     }
   }
-}
-
-// Takes queries of the batch from the counter until there are none left. `memory` is filled with
-// zeros, and not read any more in the end.
-template <int kThreads, typename Shared, typename Sync, int kElements, typename Element>
-__device__ __forceinline__ void ZeroAllHidden(const HiddenPairs& pairs, uint32_t* next_query,
-                                              int thread, Shared& shared, Sync sync,
-                                              Element (&memory)[kElements]) {
-  static_assert(sizeof(Element) == 2 && kElements % (8 * kThreads) == 0, "whole vectors");
-  const uint32_t num_queries = static_cast<uint32_t>(pairs.batch) * pairs.q_len;
-  sync();  // It may not be the first time, and all have read what was there.
-  for (int i = thread; i < kElements / 8; i += kThreads) {
-    reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
-  }
-  FenceAsyncProxy();
-  while (true) {
-    if (thread == 0) shared.query = atomicAdd(next_query, 1);
-    sync();
-    const uint32_t query = shared.query;
-    if (query >= num_queries) break;
-    ZeroHidden<kThreads>(pairs, query, thread, shared, sync, Zeros{memory, kElements});
-    sync();  // All have read what is shared.
-  }
-  WaitReduce();
 }
 
 }  // namespace jax_magi::cuda

@@ -9,7 +9,6 @@
 #define JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_H_
 
 #include "cc/attention.h"
-#include "cc/cuda/attention/config.h"
 #include "cc/cuda/attention/tile_list.h"
 
 namespace jax_magi::cuda {
@@ -20,6 +19,9 @@ constexpr int kMaxPartsOfTile = 32;
 
 // What they cost, in blocks: the way in and out of each, and the sum.
 constexpr int kPartCost = 2, kJoinCost = 2;
+
+// That hold 64 rows of a part.
+constexpr int kPartThreads = 128;
 
 // A part's words of 16 bytes for each thread: its accumulator and the state of its rows.
 constexpr int PartWords(int value_dim) { return value_dim / 8 + 2; }
@@ -39,7 +41,7 @@ inline int64_t KeyPartsBytes(const AttentionShape& shape, const Tiling& tiling, 
                              int value_dim) {
   if (!MayCutKeys(shape, tiling)) return 0;
   return kMaxPartCounters * sizeof(int32_t) +
-         int64_t{kMaxParts} * MaxConsumers(head_dim) * kWarpgroup * PartWords(value_dim) * 16;
+         int64_t{kMaxParts} * MaxConsumers(head_dim) * kPartThreads * PartWords(value_dim) * 16;
 }
 
 }  // namespace jax_magi::cuda

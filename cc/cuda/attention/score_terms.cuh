@@ -6,7 +6,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
 
-#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/instructions.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
 
 namespace jax_magi::cuda {

@@ -69,37 +69,6 @@ __device__ __forceinline__ void StoreFloatRows(const float (&acc)[kDim / 2],
   }
 }
 
-// The same, but adds them to what is there.
-//
-// Two groups of 8 columns are shared out anew between neighbours: each thread adds 16 bytes, and a
-// quad 64 that lie side by side.
-template <int kDim>
-__device__ __forceinline__ void AddFloatRows(const float (&acc)[kDim / 2], const float (&factor)[2],
-                                             float* const (&rows)[2], const bool (&is_own)[2],
-                                             int num_columns, int lane) {
-  static_assert(kDim % 16 == 0, "groups come in pairs");
-  const bool is_odd = lane % 2;
-#pragma unroll
-  for (int i = 0; i < kDim / 8; i += 2) {
-    const int column = 8 * (i + lane % 2) + 4 * (lane % 4 / 2);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float* first = acc + 4 * i + 2 * r;
-      const float* second = first + 4;
-      float kept[2], got[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        kept[j] = (is_odd ? second[j] : first[j]) * factor[r];
-        got[j] = __shfl_xor_sync(~0u, (is_odd ? first[j] : second[j]) * factor[r], 1);
-      }
-      if (is_own[r] && column < num_columns) {
-        AddFour(rows[r] + column, is_odd ? make_float4(got[0], got[1], kept[0], kept[1])
-                                         : make_float4(kept[0], kept[1], got[0], got[1]));
-      }
-    }
-  }
-}
-
 // Multiplies the thread's two rows of an accumulator by `factor`, and adds those of `rows`,
 // multiplied by `running_factor`.
 template <int kDim>

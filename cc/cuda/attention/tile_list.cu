@@ -1,5 +1,5 @@
-#include "cc/cuda/attention/early_launch.h"
-#include "cc/cuda/attention/hopper.cuh"
+#include "cc/cuda/attention/early_launch.cuh"
+#include "cc/cuda/attention/instructions.cuh"
 #include "cc/cuda/attention/tile_cuts.h"
 #include "cc/cuda/attention/tile_list.h"
 

@@ -1,5 +1,0 @@
-// One variant of the backward kernel; CMakeLists.txt names it.
-
-#include "cc/cuda/attention/backward_launch.cuh"
-
-template struct jax_magi::cuda::BackwardVariant<JAX_MAGI_VARIANT>;

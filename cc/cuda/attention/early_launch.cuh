@@ -1,0 +1,54 @@
+// Kernels that start before the one they depend on has ended: from Hopper on. On GPUs before it,
+// kernels follow each other, and there is nothing to wait for.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+namespace jax_magi::cuda {
+
+// Lets the next kernel come up, if it was launched so, while this one ends.
+__device__ __forceinline__ void LetNextKernelStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Until all that the previous kernel wrote can be read.
+__device__ __forceinline__ void WaitForPreviousKernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches a kernel that may come up before the one before it on the stream has ended: it must call
+// WaitForPreviousKernel() before it needs what that one wrote.
+template <typename... Params, typename... Args>
+cudaError_t LaunchEarlyInClusters(int cluster_size, void (*kernel)(Params...), int num_blocks,
+                                  int num_threads, size_t shared_bytes, cudaStream_t stream,
+                                  const Args&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(num_blocks);
+  config.blockDim = dim3(num_threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = cluster_size > 1 ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <typename... Params, typename... Args>
+cudaError_t LaunchEarly(void (*kernel)(Params...), int num_blocks, int num_threads,
+                        size_t shared_bytes, cudaStream_t stream, const Args&... args) {
+  return LaunchEarlyInClusters(1, kernel, num_blocks, num_threads, shared_bytes, stream, args...);
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_

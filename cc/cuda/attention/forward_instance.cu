@@ -1,5 +1,0 @@
-// One variant of the forward kernel; CMakeLists.txt names it.
-
-#include "cc/cuda/attention/forward_launch.cuh"
-
-template struct jax_magi::cuda::ForwardVariant<JAX_MAGI_VARIANT>;

@@ -1,0 +1,5 @@
+// One variant of the backward kernel; CMakeLists.txt names it.
+
+#include "cc/cuda/attention/sm90/backward_launch.cuh"
+
+template struct jax_magi::cuda::BackwardVariant<JAX_MAGI_VARIANT>;

@@ -1,0 +1,236 @@
+// Host side of the backward kernel, for one variant.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_
+
+#include <limits>
+#include <utility>
+
+#include "cc/cuda/attention/backward_finish.h"
+#include "cc/cuda/attention/backward_prepare.h"
+#include "cc/cuda/attention/sm90/backward_kernel.cuh"
+#include "cc/cuda/attention/sm90/terms_launch.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+constexpr Tiling kBackwardTiling = {Config::kClusterSize * Config::kBlockRows,
+                                    Config::kBlockColumns, /*by_keys=*/true,
+                                    /*aligns_keys=*/Config::kHasTerms};
+
+// About as much work at once as blocks of threads that run at once, and no more: they then read the
+// same queries at about the same time. Where additions have an order, tiles wait for those of the
+// same heads, and the more heads there are the less; but not so many that their queries leave the
+// L2 cache, as they do where tiles are long.
+constexpr int64_t kWorkPerSection = 2 * 132, kWorkPerSectionInOrder = 4 * 132;
+// Columns that are worked on for all query heads in turn before the next: more than a usual window,
+// and few enough to stay in the L2 cache. With a fixed order of additions, tiles that begin late
+// under a causal mask wait the longer the more these are.
+constexpr int kColumnsPerHead = 2048, kColumnsPerHeadInOrder = 640;
+
+// The last argument is for calls with terms.
+template <typename Config>
+Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
+                            const QueryStatistic* statistics, float* dq_sum, const DqOrder& order,
+                            const LaunchOptions& options, const TermGradients& gradients = {}) {
+  const AttentionShape& shape = args.shape;
+  constexpr Tiling kTiling = kBackwardTiling<Config>;
+  const int num_kv_heads = static_cast<int>(shape.num_kv_heads);
+  if (num_kv_heads == 0) return {};
+  const int num_packs = num_kv_heads * num_parts;
+  const int64_t tiles_per_list = std::max(CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
+  const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_list;
+  // Between documents with 15 blocks a tile and 16k causal tokens with 100.
+  const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_list;
+  const int64_t most_work = !order.is_fixed() ? kWorkPerSection / Config::kClusterSize
+                            : has_long_tiles  ? kWorkPerSectionInOrder
+                                              : std::numeric_limits<int64_t>::max();
+  int64_t heads_per_section =
+      std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
+  while (num_kv_heads % heads_per_section) --heads_per_section;
+  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  if (order.is_fixed()) {
+    constexpr DqSteps kSteps{Config::kBlockColumns, Config::kDqQueries};
+    JAX_MAGI_RETURN_IF_BAD(
+        MakeDqOrder(shape, kTiling, args.slices, options.tile_list, kSteps, order, options.stream));
+  }
+  BackwardParamsOf<Config> params;
+  params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, counter, num_packs,
+                         static_cast<int>(heads_per_section) * num_parts);
+
+  // Without queries, these are described but never read.
+  const void* q = args.q == nullptr ? args.k : args.q;
+  const void* dout = args.dout == nullptr ? args.v : args.dout;
+  const int64_t q_len = shape.q_len, k_len = shape.k_len, num_q_heads = shape.num_q_heads;
+  // Of TMA's boxes.
+  constexpr int kRows = Config::kBlockRows;
+  constexpr int kColumns =
+      kPanelRows<Config::kClusterSize, Config::kHeadDim, Config::kBlockColumns>;
+  JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+      shape.batch,
+      {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map,
+        2 * Config::kRowPanelDims},
+       {args.dtype, args.v, k_len, num_kv_heads, shape.value_dim, kRows, 1, &params.row_y_map},
+       {args.dtype, q, q_len, num_q_heads, shape.head_dim, kColumns, 1, &params.column_x_map},
+       {args.dtype, dout, q_len, num_q_heads, shape.value_dim, kColumns, 1,
+        &params.column_y_map}}));
+  params.dq_sum = dq_sum;
+  params.dq_sum_rows = DqSumRows(shape.q_len);
+  params.dq_order = order;
+  params.batch = static_cast<int>(shape.batch);
+  params.q_len = static_cast<int>(shape.q_len);
+  params.num_q_heads = static_cast<int>(shape.num_q_heads);
+  params.group = static_cast<int>(shape.group());
+  params.num_kv_heads = num_kv_heads;
+  params.packs_per_kv_head = num_parts;
+  params.heads_per_pack = params.group / num_parts;
+  const int per_head = order.is_fixed() ? kColumnsPerHeadInOrder : kColumnsPerHead;
+  params.columns_per_head = per_head / Config::kBlockColumns * Config::kBlockColumns;
+  params.head_dim = static_cast<int>(shape.head_dim);
+  params.value_dim = static_cast<int>(shape.value_dim);
+  params.softmax_scale = args.params.softmax_scale;
+  params.softcap = args.params.softcap;
+  params.statistics = statistics;
+  params.padded_queries = PaddedQueries(shape.q_len);
+  params.dx = args.dk;
+  params.dy = args.dv;
+  params.is_float = args.dkv_dtype == DType::kF32;
+  int parts_of_tile = num_packs;
+  if constexpr (Config::kCutsHeads) {
+    params.head_cuts = {HeadCuts(params.group), static_cast<uint32_t>(params.group),
+                        static_cast<uint32_t>(num_kv_heads), kWorkPerSection};
+    parts_of_tile *= static_cast<int>(params.head_cuts.cuts.num_parts[0]);
+  }
+  if constexpr (Config::kHasTerms) {
+    params.terms = TermsOf(args);
+    params.gradients = gradients;
+    JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
+    if (params.terms.kind == BiasKind::kTiles) {
+      JAX_MAGI_RETURN_IF_BAD(
+          MakeBiasMap(shape, args.bias_layout, args.bias, Config::kBlockColumns, &params.bias_map));
+    }
+    if (gradients.dbias != nullptr) {
+      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap(shape, args.bias_layout, gradients.dbias,
+                                         Config::kBlockColumns, &params.dbias_map));
+    }
+  }
+
+  constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
+  return LaunchPersistent<BackwardKernel<Config>, Config::kClusterSize>(
+      params, Config::kNumThreads, kSharedBytes,
+      MaxTiles(shape, kTiling) * params.work.num_repeats * parts_of_tile, options);
+}
+
+// The workspace: the sum of dq, unless it is the caller's, its order, parts of dk and dv,
+// statistics, and the rest: the counter, and what calls with terms have there.
+struct BackwardBuffers {
+  BackwardArgs args;  // dk and dv are parts, where there are several.
+  DqSum sum;
+  DqOrder order;
+  ZeroBytes zeros;
+  DkvParts parts;
+  QueryStatistic* statistics;
+  LaunchOptions rest;
+};
+inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling, int num_dims,
+                                      int num_parts, bool deterministic,
+                                      const LaunchOptions& options) {
+  const AttentionShape& shape = call.shape;
+  char* next = static_cast<char*>(options.workspace);
+  const auto take = [&](int64_t num_bytes) { return std::exchange(next, next + num_bytes); };
+  BackwardBuffers buffers{call};
+  const int64_t sum_bytes = call.dq_sum == nullptr ? DqSumBytes(shape, num_dims) : 0;
+  buffers.zeros.data = next;
+  buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_dims};
+  if (call.dq_sum != nullptr) buffers.sum.data = call.dq_sum;
+  DqOrder& order = buffers.order;
+  order = DqOrderOf(shape, tiling, num_dims, deterministic);
+  const int64_t done_bytes = DqDoneBytes(order);
+  if (deterministic) {
+    order.done = reinterpret_cast<int32_t*>(take(done_bytes));
+    order.turns = reinterpret_cast<int32_t*>(take(DqTurnsBytes(shape, order, tiling)));
+  }
+  buffers.zeros.num_bytes = sum_bytes + done_bytes;
+  buffers.parts = {reinterpret_cast<float*>(take(AlignStatistics(DkvPartsBytes(shape, num_parts)))),
+                   num_parts};
+  if (num_parts > 1) {
+    BackwardArgs& args = buffers.args;
+    args.dk = buffers.parts.data;
+    args.dv = buffers.parts.data +
+              num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
+    args.dkv_dtype = DType::kF32;
+  }
+  buffers.statistics = reinterpret_cast<QueryStatistic*>(take(StatisticsBytes(shape)));
+  buffers.rest = options;
+  buffers.rest.workspace = next;
+  return buffers;
+}
+
+template <typename Config>
+Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministic,
+                      const LaunchOptions& options) {
+  const AttentionShape& shape = call.shape;
+  if (shape.batch == 0) return {};
+  constexpr int kNumDims = Config::kHeadDim;
+  static_assert(DqPanelDims(kNumDims) == Config::kDqPanelDims, "as the sum has them");
+  if (call.dq_sum != nullptr && call.dq_sum_words != DqSumWords(shape, kNumDims)) {
+    return {"the sum of dq has another size than this kernel's", __FILE__, __LINE__};
+  }
+  const auto [args, sum, order, zeros, parts, statistics, rest] =
+      SplitWorkspace(call, kBackwardTiling<Config>, kNumDims, num_parts, deterministic, options);
+  AddedTiles added{};
+  if constexpr (Config::kCutsHeads) {
+    added = {options.tile_list, NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
+             kBackwardTiling<Config>.num_rows};
+  }
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
+      args, zeros, added, statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
+  if (shape.k_len > 0) {
+    JAX_MAGI_RETURN_IF_BAD(
+        LaunchBackwardKernel<Config>(args, num_parts, statistics, sum.data, order, rest));
+  }
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+  return {};
+}
+
+// Calls use() with the configuration for the call; one without clusters, where there is none with
+// them.
+template <int kHeadDim, int kValueDim, typename Element, typename Use>
+auto WithBackwardConfig(bool has_softcap, bool in_clusters, bool cuts_heads, Use use) {
+  const auto with_cuts = [&](auto softcap) {
+    constexpr bool kHasSoftcap = decltype(softcap)::value;
+    using Tile = BackwardTile<kHeadDim, kValueDim, kHasSoftcap>;
+    if (cuts_heads) {
+      return use(BackwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, Tile, 1, true>());
+    }
+    return use(BackwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap>());
+  };
+  if (has_softcap) return with_cuts(std::true_type());
+  if constexpr (kHeadDim <= 128) {
+    using Tile = BackwardTile<kHeadDim, kValueDim, false>;
+    if (in_clusters) return use(BackwardConfig<kHeadDim, kValueDim, Element, false, Tile, 2>());
+  }
+  return with_cuts(std::false_type());
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status BackwardVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& args,
+                                                             int num_parts, bool deterministic,
+                                                             const LaunchOptions& options) {
+  return WithBackwardConfig<kHeadDim, kValueDim, Element>(
+      args.params.softcap != 0.0f, options.in_clusters, options.cuts_heads, [&](auto config) {
+        return LaunchBackward<decltype(config)>(args, num_parts, deterministic, options);
+      });
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
+  return WithBackwardConfig<kHeadDim, kValueDim, Element>(
+      has_softcap, in_clusters, /*cuts_heads=*/false,
+      [](auto config) { return kBackwardTiling<decltype(config)>; });
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_

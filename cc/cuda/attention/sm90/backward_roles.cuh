@@ -1,0 +1,242 @@
+// The backward kernel's consumers where two warpgroups have the same 64 keys, and roles: the first
+// one computes scores, probabilities and dV, the other one dP, dS and dK. So gradients take half as
+// many registers a thread as if each had both, and scores and dP are computed once.
+//
+//   first    S = K Q^T,   P = exp(S - lse), to the other one,   dQ,   dV += P dO
+//   second   dP = V dO^T,   dS = P * (dP - delta),   dQ,   dK += dS Q
+//
+// (S, P, dP and dS are transposed here.) Each multiplies dS by half of the dims of K for dQ, that
+// of the block before, whose dS was written long since. It leaves registers under dV or dK, in two
+// steps, as shared memory has room for half of it.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
+
+#include "cc/cuda/attention/sm90/backward_block.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+struct BackwardRoles {
+  using Element = typename Config::Element;
+  using Block = BackwardBlock<Config>;
+  static_assert(Config::kXStages == 2 && Config::kDsStages == 2 && Config::kDqSteps == 2,
+                "positions follow from the number of blocks");
+  static constexpr uint32_t kFirst = 1u << 31;  // Of the tile's blocks, in num_done.
+
+  const BackwardParamsOf<Config>& params;
+  BackwardShared<Config>& shared;
+  int warpgroup;  // Which consumer warpgroup.
+  int thread;     // In the warpgroup.
+  Block block;
+  uint32_t num_done = 0;  // Blocks: the position in all rings.
+
+  __device__ __forceinline__ BackwardRoles(const BackwardParamsOf<Config>& params,
+                                           BackwardShared<Config>& shared, int warpgroup,
+                                           int thread)
+      : params(params),
+        shared(shared),
+        warpgroup(warpgroup),
+        thread(thread),
+        block{params, shared, warpgroup, thread, /*row_stage=*/0} {}
+
+  __device__ __forceinline__ void Run() {
+    if constexpr (Config::kHasSoftcap) {
+      block.scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
+    } else {
+      block.scale = {params.softmax_scale * kLog2E, 0.0f};
+    }
+    if (warpgroup == 0) {
+      ForEachTile(
+          block.dy, [&] { return ComputeScores(); },
+          [&](const RowTileInfo& tile) { block.StoreDy(tile); });
+    } else {
+      ForEachTile(
+          block.dx, [&] { return ComputeGradients(); },
+          [&](const RowTileInfo& tile) { block.StoreDx(tile); });
+    }
+    Wait(&shared.dq_empty[warpgroup], 1);
+    if (thread == 0) shared.dq_target[warpgroup][num_done % 2].head = -1;
+    ArriveByWarp(&shared.dq_full[warpgroup], thread);
+  }
+
+  // Calls compute() for each tile with blocks, then store(tile). `acc` is what it adds to.
+  template <int kCount, typename ComputeFun, typename StoreFun>
+  __device__ __forceinline__ void ForEachTile(float (&acc)[kCount], ComputeFun compute,
+                                              StoreFun store) {
+    for (uint32_t phase = 0;;) {
+      Wait(&shared.row_full[0], phase);
+      // By a shuffle: the compiler then knows that the loop is the same for a whole warp, and does
+      // not compute descriptors in each thread.
+      const int num_blocks = LoadByWarp(shared.tile[0].num_blocks);
+      if (num_blocks < 0) break;
+#pragma unroll
+      for (float& x : acc) x = 0.0f;
+      if (num_blocks > 0) compute();
+      const RowTileInfo tile = shared.tile[0];
+      // The phase comes from shared memory, as no register is free through compute().
+      phase = LoadByWarp(shared.tile[0].next_phase);
+      Arrive(&shared.row_empty[0]);
+      store(tile);
+    }
+  }
+
+  // The first role.
+  __device__ __forceinline__ void ComputeScores() {
+    num_done |= kFirst;
+    for (bool is_last = false; !is_last;) {
+      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      num_done = __shfl_sync(~0u, num_done, 0);
+      const int parity = num_done % 2;
+      Wait(&shared.x_full[parity], num_done / 2 % 2);
+      block.IssueScores(parity);
+      SetDqTarget(parity);
+      block.ReadStarts(parity);
+      const int flags = BlockFlags(parity);
+      is_last = flags & kLast;
+      WaitWgmma<0>();
+      FenceRegisters(block.scores);
+      if (flags & kMasked) block.Hide(shared.block[parity]);
+      GiveFactors(parity);
+      Arrive(&shared.x_empty[parity]);
+      WaitForDs(num_done - 1);
+      // For the first block this is a product of old words, and not used: under a condition, ptxas
+      // would run all products one by one.
+      block.IssueDqByQuery(Ds(parity ^ 1));
+      WaitForY();
+      block.IssueDy(YStage());
+      AddDqBefore(parity);
+      WaitWgmma<0>();
+      FenceRegisters(block.dy);
+      ArriveByWarp(&shared.y_empty[YStage()], thread);
+      num_done = (num_done & ~kFirst) + 1;
+    }
+    AddLastDq();
+  }
+
+  // The second one.
+  __device__ __forceinline__ void ComputeGradients() {
+    num_done |= kFirst;
+    for (bool is_last = false; !is_last;) {
+      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      num_done = __shfl_sync(~0u, num_done, 0);
+      const int parity = num_done % 2;
+      Wait(&shared.x_full[parity], num_done / 2 % 2);  // For statistics.
+      block.ReadDeltas(parity);
+      WaitForY();
+      block.IssueDp(YStage());
+      SetDqTarget(parity);
+      is_last = BlockFlags(parity) & kLast;
+      WaitWgmma<0>();
+      FenceRegisters(block.dp);
+      ArriveByWarp(&shared.y_empty[YStage()], thread);
+      TakeFactors(parity);
+      block.ScoreGradients();
+      WaitForDs(num_done - 1);
+      block.WriteDs(Ds(parity));
+      FenceAsyncProxy();
+      block.IssueDqByQuery(Ds(parity ^ 1));  // Not used for the first block, as above.
+      block.IssueDx(parity);
+      AddDqBefore(parity);
+      WaitWgmma<0>();
+      FenceRegisters(block.dx);
+      Arrive(&shared.x_empty[parity]);
+      num_done = (num_done & ~kFirst) + 1;
+    }
+    AddLastDq();
+  }
+
+  __device__ __forceinline__ int BlockFlags(int stage) const {
+    return LoadByWarp(shared.block[stage].flags);
+  }
+  __device__ __forceinline__ int YStage() const { return num_done % Config::kYStages; }
+  __device__ __forceinline__ void WaitForY() {
+    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
+  }
+  __device__ __forceinline__ Element* Ds(int stage) const {
+    return shared.ds + stage * Config::kBlockRows * Config::kBlockColumns;
+  }
+
+  // Until dS of the block before this one, by its number, is written, and both warpgroups have
+  // read that of the one before it. Blocks are counted over all tiles; before the first one nothing
+  // is waited for.
+  __device__ __forceinline__ void WaitForDs(uint32_t number) {
+    Wait(&shared.ds_full[number % 2], number / 2 % 2);
+  }
+
+  // --- What dP is multiplied by, from one warpgroup to the other ---
+
+  // Those of the block before the last may be overwritten: with its dS, which was waited for, they
+  // have been read.
+  __device__ __forceinline__ void GiveFactors(int stage) {
+    if constexpr (Config::kHasSoftcap) {
+      block.CappedFactors(stage, Factors(stage));
+    } else {
+      block.Probabilities(stage);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        Factors(stage)[i * kWarpgroup] =
+            make_uint4(block.p[4 * i], block.p[4 * i + 1], block.p[4 * i + 2], block.p[4 * i + 3]);
+      }
+    }
+    ArriveByWarp(&shared.factors_full[stage], thread);
+  }
+
+  __device__ __forceinline__ void TakeFactors(int stage) {
+    Wait(&shared.factors_full[stage], num_done / 2 % 2);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const uint4 four = Factors(stage)[i * kWarpgroup];
+      block.p[4 * i] = four.x;
+      block.p[4 * i + 1] = four.y;
+      block.p[4 * i + 2] = four.z;
+      block.p[4 * i + 3] = four.w;
+    }
+  }
+
+  static constexpr int kVectors = Config::kBlockColumns / 16;
+  __device__ __forceinline__ uint4* Factors(int stage) const {
+    return &shared.factors[stage][0][thread];
+  }
+
+  // --- dQ: from registers to shared memory, from where DqAdder takes it ---
+
+  // Where dQ of this block belongs. The slot is free: the block before has written its second step,
+  // so the first one of the block that had the slot was taken.
+  __device__ __forceinline__ void SetDqTarget(int parity) {
+    if (thread == 0) shared.dq_target[warpgroup][parity] = shared.target[parity];
+  }
+
+  // That of the block before this one, when its product is done, the first of two in flight.
+  __device__ __forceinline__ void AddDqBefore(int parity) {
+    WaitWgmma<1>();
+    FenceRegisters(block.dq);
+    // The other warpgroup may now write over the dS before this one.
+    ArriveByWarp(&shared.ds_full[parity], thread);
+    if (!(num_done & kFirst)) AddDq();
+  }
+  // That of a tile's last block.
+  __device__ __forceinline__ void AddLastDq() {
+    // Else the compiler keeps phases of the last block, and with a cap there is no register for it.
+    asm volatile("" : "+r"(num_done));
+    WaitForDs(num_done - 1);
+    block.IssueDqByQuery(Ds((num_done - 1) % 2));
+    WaitWgmma<0>();
+    FenceRegisters(block.dq);
+    AddDq();
+  }
+
+  __device__ __forceinline__ void AddDq() {
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      Wait(&shared.dq_empty[warpgroup], step ^ 1);
+      block.StoreDqByQuery(block.dq + step * (Config::kDqRegisters / 2));
+      FenceAsyncProxy();
+      ArriveByWarp(&shared.dq_full[warpgroup], thread);
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_

@@ -1,0 +1,123 @@
+// What the backward kernel does for scores with terms: a bias, ALiBi's slopes.
+//
+// A block of the bias is loaded to where dS will be written: each warp reads there what it
+// overwrites. From there, a warp beside the producer carries dS to the bias's gradient, as far as
+// pairs are visible; other gradients of terms are added to memory from registers, in float32.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TERMS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TERMS_CUH_
+
+#include "cc/cuda/attention/score_terms.cuh"
+#include "cc/cuda/attention/sm90/hidden_pairs.cuh"
+#include "cc/cuda/attention/sm90/hopper.cuh"
+#include "cc/cuda/attention/sm90/pipeline.cuh"
+#include "cc/cuda/attention/term_gradients.h"
+
+namespace jax_magi::cuda {
+
+// Says to the warp that stores dS what it is. After the last one, `head` is negative.
+struct alignas(16) DsInfo {
+  BlockInfo block;
+  int32_t head, batch, row_begin;
+};
+
+template <typename Config, bool kHasTerms>
+struct BackwardBias {};
+template <typename Config>
+struct BackwardBias<Config, true> {
+  DsInfo ds_info[Config::kDsStages];
+  HiddenShared<(Config::kZeroShare > 0 ? 64 : 1)> hidden;
+  bool has_hidden;       // Pairs, for which zeros are written.
+  uint32_t num_workers;  // Blocks of threads that write none at first.
+  // Of the stages of dS. The producer arrives on `full` with the bias, and consumers
+  // wait; they, and all lanes of the warp that stores dS, arrive on `empty`, and the producer
+  // waits.
+  uint64_t bias_full[Config::kDsStages], ds_empty[Config::kDsStages];
+};
+
+// One warp: writes the dS of visible pairs to the gradient of the bias, in the order in which
+// consumers write blocks of it to shared memory. It takes part in their barrier.
+template <typename Config, typename Params, typename Shared>
+struct DsStore {
+  using Element = typename Config::Element;
+  static constexpr int kColumns = Config::kBlockColumns;
+  const Params& params;
+  Shared& shared;
+
+  __device__ __forceinline__ void Run(int barrier) {
+    if constexpr (Config::kDqIsLate) {
+      if (params.gradients.dbias != nullptr) {
+        for (RingPosition<Config::kDsStages> ring;; ring.Advance()) {
+          Wait(&shared.ds_full[ring.stage], ring.phase);
+          if (shared.ds_info[ring.stage].head < 0) break;
+          Store(ring.stage);
+          Arrive(&shared.ds_empty[ring.stage]);
+        }
+      }
+    } else {
+      for (int stage = 0;; stage ^= 1) {
+        NamedSync(barrier, Config::kDsThreads);
+        if (shared.ds_info[stage].head < 0) break;
+        if (params.gradients.dbias != nullptr) Store(stage);
+        Arrive(&shared.ds_empty[stage]);
+        __syncwarp();  // A warp comes to a named barrier as one.
+      }
+    }
+    if (LaneAnew() == 0) WaitReduce();
+  }
+
+  __device__ __forceinline__ void Store(int stage) {
+#pragma unroll 1
+    for (int i = 0; i < Config::kBlockRows; i += 64) {
+      const DsInfo& info = shared.ds_info[stage];
+      const Element* ds = shared.ds + (stage * Config::kBlockRows + i) * kColumns;
+      const int key = info.row_begin + i;
+      if ((info.block.flags & kMasked) &&
+          !IsClean(info.block.slice, {key, key + 64}, info.block.begin, kColumns)) {
+        StoreVisible(info, key, ds);
+      } else if (LaneAnew() == 0) {
+        StoreBoxOnce(&params.dbias_map, ds, key, info.block.begin, info.head, info.batch);
+        CommitReduce();
+      }
+    }
+    if (LaneAnew() == 0) WaitReduceRead();
+  }
+
+  // Kept in registers, what is made of the index would be live through the whole loop.
+  __device__ __forceinline__ static int LaneAnew() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+  }
+
+  // Of 64 keys: eight a lane, four queries at a time.
+  __device__ __forceinline__ void StoreVisible(const DsInfo& info, int first_key,
+                                               const Element* ds) {
+    const Slice& slice = info.block.slice;
+    const ScoreTerms& terms = params.terms;
+    const int key = first_key + 8 * (LaneAnew() % 8);
+    auto* row = static_cast<uint16_t*>(params.gradients.dbias) +
+                terms.Offset(info.batch, info.head) +
+                (info.block.begin + LaneAnew() / 8) * terms.q_stride + key;
+#pragma unroll 1
+    for (int i = LaneAnew() / 8; i < kColumns; i += 4, row += 4 * terms.q_stride) {
+      const int query = info.block.begin + i;
+      if (query < slice.k_begin || query >= slice.k_end) continue;
+      const Range keys = VisibleRows(slice, query);
+      const int begin = Max(keys.begin - key, 0), end = Min(keys.end - key, 8);
+      const Element* source = ds + i * 64 + ((LaneAnew() % 8) ^ (i % 8)) * 8;
+      if (begin == 0 && end == 8) {
+        *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(source);
+        continue;
+      }
+#pragma unroll 1
+      for (int e = begin; e < end; ++e) {
+        row[e] = reinterpret_cast<const uint16_t*>(source)[e];
+      }
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TERMS_CUH_

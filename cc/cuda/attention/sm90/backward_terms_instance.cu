@@ -1,0 +1,56 @@
+// One variant of the backward kernel for scores with terms; CMakeLists.txt names it.
+
+#include "cc/cuda/attention/sm90/backward_launch.cuh"
+#include "cc/cuda/attention/sm90/terms_config.h"
+
+namespace jax_magi::cuda {
+
+template <int kHeadDim, typename Element>
+Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call, int num_parts,
+                                                       bool deterministic,
+                                                       const LaunchOptions& options) {
+  const AttentionShape& shape = call.shape;
+  if (shape.batch == 0) return {};
+  using All = BackwardTermsConfig<kHeadDim, Element>;
+
+  // The rest of the workspace: the counter, and sums of the terms' gradients.
+  const Tiling tiling = TilingOf(
+      AreSlopesAlone(call.params.softcap != 0.0f, call.bias != nullptr, call.dslopes != nullptr));
+  const auto [args, sum, order, zeros, parts, statistics, rest] =
+      SplitWorkspace(call, tiling, kHeadDim, num_parts, deterministic, options);
+  auto* counter = static_cast<WorkCounter*>(rest.workspace);
+
+  TermGradients gradients;
+  const bool is_bias_alone =
+      IsBiasAlone(args) &&
+      (args.dbias == nullptr || !IsDbiasSummed(shape, args.bias_layout, args.dtype));
+  const bool are_slopes_alone =
+      AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
+      args, counter + 1, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      PrepareBackward(args, zeros, /*added=*/{}, statistics, counter, options.stream));
+  if (shape.k_len > 0) {
+    auto launch = LaunchBackwardKernel<All>;
+    if (is_bias_alone) {
+      launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kBias>>;
+    } else if (are_slopes_alone) {
+      launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>>;
+    }
+    JAX_MAGI_RETURN_IF_BAD(launch(args, num_parts, statistics, sum.data, order, rest, gradients));
+  }
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishTermGradients(args, gradients, options.stream));
+  return {};
+}
+
+template <int kHeadDim, typename Element>
+Tiling BackwardTermsVariant<kHeadDim, Element>::TilingOf(bool are_slopes_alone) {
+  using Slopes = BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>;
+  return are_slopes_alone ? kBackwardTiling<Slopes>
+                          : kBackwardTiling<BackwardTermsConfig<kHeadDim, Element>>;
+}
+
+template struct BackwardTermsVariant<JAX_MAGI_VARIANT>;
+
+}  // namespace jax_magi::cuda

@@ -1,0 +1,87 @@
+// The backward kernel's warps that carry dQ from shared memory to the sum in memory.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_DQ_ADDER_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_DQ_ADDER_CUH_
+
+#include "cc/cuda/attention/sm90/backward_tile.cuh"
+
+namespace jax_magi::cuda {
+
+// One warp: adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
+template <typename Config>
+struct DqAdder {
+  const BackwardParamsOf<Config>& params;
+  BackwardShared<Config>& shared;
+  int warpgroup, lane;
+
+  __device__ __forceinline__ void Run() {
+    if (!params.dq_order.is_fixed() && lane > 0) return;  // One thread is enough.
+    constexpr int kDims = Config::kDqPanelDims;
+    constexpr bool kHasSteps = Config::kDqSteps > 1;
+    DqTarget target;
+    uint32_t parity = 0;  // Of the block.
+    for (uint32_t phase = 0;; phase ^= 1) {
+      Wait(&shared.dq_full[warpgroup], phase);
+      // Of a block's first step only: at the second one, the target may be that of another block.
+      if (!kHasSteps || phase == 0) {
+        const DqTarget& said = shared.dq_target[warpgroup][kHasSteps ? parity : phase];
+        target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
+        if (target.head < 0) break;
+        target.query += DqFirstQuery<Config>(warpgroup);
+        parity ^= 1;
+      }
+      const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - target.query);
+      const int panel =
+          (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / kDims) +
+          DqPanel<Config>(warpgroup, kHasSteps ? phase : 0);
+      int32_t* done = nullptr;  // Of this lane's unit.
+      if (params.dq_order.is_fixed()) done = WaitForTurn(target, panel, num_queries);
+      if (lane == 0) {
+        if (num_queries > 0) {
+          ReduceAdd(params.dq_sum + (int64_t{panel} * params.dq_sum_rows + target.query) * kDims,
+                    shared.dq + warpgroup * Config::kDqQueries * kDims,
+                    num_queries * kDims * sizeof(float));
+        }
+        CommitReduce();
+        WaitReduceRead();
+        Arrive(&shared.dq_empty[warpgroup]);
+      }
+      if (params.dq_order.is_fixed()) {
+        // No fences: the addition is done in L2 when its thread has waited for it, and the next one
+        // is not asked for before the counter was read from there.
+        if (lane == 0) WaitReduce();
+        __syncwarp();
+        if (done != nullptr) AddToCounter(done, 1);
+        // Where both adders have queries of the same panel: those of the tile's next block may be
+        // the same, by another slice.
+        if constexpr (Config::kSplitQueries) NamedSync(kDqAdded, 2 * 32);
+      }
+    }
+    if (lane == 0) WaitReduce();
+  }
+
+  // Returns where this lane has to count the visit, if it has a unit.
+  __device__ __forceinline__ int32_t* WaitForTurn(const DqTarget& target, int panel,
+                                                  int num_queries) {
+    const DqOrder& order = params.dq_order;
+    const int unit = order.UnitOf(target.query) + lane;
+    const bool is_inside = num_queries > 0 && unit <= order.UnitOf(target.query + num_queries - 1);
+    int32_t* done = order.done + int64_t{panel} * order.num_units + unit;
+    const int packed =
+        is_inside ? order.turns[int64_t{target.tile} * order.num_units + unit] : kNotVisited;
+    const DqTurn turn = DqTurn::Unpack(packed);
+    const auto is_early = [&] { return is_inside && LoadCounter(done) < turn.num_before; };
+    // The table and the first part's counter are asked for at once.
+    bool waits = is_early();
+    if (turn.part == 1) {
+      done += order.num_counters;
+      waits = is_early();
+    }
+    while (__any_sync(~0u, waits)) waits = is_early();
+    return packed != kNotVisited ? done : nullptr;
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_DQ_ADDER_CUH_

@@ -1,0 +1,173 @@
+// Host side of the forward kernel, for one variant.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_LAUNCH_CUH_
+
+#include "cc/cuda/attention/sm90/forward_kernel.cuh"
+#include "cc/cuda/attention/sm90/terms_launch.cuh"
+
+namespace jax_magi::cuda {
+
+// Keys and values of the heads worked on at once should fit here: part of the L2 cache of 50 MB.
+constexpr int64_t kL2Budget = 32 << 20;
+
+// Packs of query heads worked on at once: whole groups, and equally many each time.
+inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
+  const int64_t num_bytes = 2 * shape.batch * shape.k_len * (shape.head_dim + shape.value_dim) + 1;
+  int64_t kv_heads = std::clamp<int64_t>(kL2Budget / num_bytes, 1, shape.num_kv_heads);
+  while (shape.num_kv_heads % kv_heads) --kv_heads;
+  return static_cast<int>(kv_heads) * packs_per_kv_head;
+}
+
+template <typename Config>
+Tiling ConfigTiling(const AttentionShape& shape) {
+  // Where queries are few, all tiles pack heads.
+  const int most_rows = static_cast<int>(std::min<int64_t>(shape.q_len, Config::kBlockM));
+  const int log2_pack = Log2Pack<Config>(most_rows, static_cast<int>(shape.group()));
+  return {Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false,
+          /*aligns_keys=*/Config::kHasTerms};
+}
+
+template <typename Config>
+Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
+  const AttentionShape& shape = args.shape;
+  if (shape.batch == 0 || shape.num_kv_heads == 0) return {};
+  const Tiling tiling = ConfigTiling<Config>(shape);
+  const int group = static_cast<int>(shape.group());
+  const int log2_pack = Log2Pack<Config>(tiling.num_rows, group), pack = 1 << log2_pack;
+  // A cluster takes one for each of its blocks of threads at once.
+  const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
+  const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
+  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
+  const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
+  JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0,
+                                   args.running_out != nullptr ? nullptr : args.max_logits,
+                                   options.stream));
+  if (shape.q_len == 0) return {};
+  ForwardParamsOf<Config> params;
+  params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
+                         PacksPerSection(shape, packs_per_kv_head));
+  // Without keys, these are described but never read.
+  const void* k = args.k == nullptr ? args.q : args.k;
+  const void* v = args.v == nullptr ? args.q : args.v;
+  constexpr int kClusterSize = Config::kClusterSize, kBlockN = Config::kBlockN;
+  JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+      shape.batch, {{args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
+                     kPanelRows<kClusterSize, Config::kHeadDim, kBlockN>, 1, &params.k_map},
+                    {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
+                     kPanelRows<kClusterSize, Config::kValueDim, kBlockN>, 1, &params.v_map}}));
+  for (int more = 0; more < ForwardParams::kNumPacks; ++more) {
+    if (Log2Pack<Config>(tiling.num_rows >> more, group / Config::kClusterSize) <
+        log2_pack + more) {
+      break;
+    }
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
+        shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads, shape.head_dim,
+                       tiling.num_rows >> more, pack << more, &params.q_map[more]}}));
+  }
+  params.q_len = static_cast<int>(shape.q_len);
+  params.num_q_heads = static_cast<int>(shape.num_q_heads);
+  params.group = group;
+  params.value_dim = static_cast<int>(shape.value_dim);
+  params.log2_pack = log2_pack;
+  params.packs_per_kv_head = packs_per_kv_head;
+  params.softmax_scale = args.params.softmax_scale;
+  params.softcap = args.params.softcap;
+  params.sink = args.sink;
+  params.out = args.out;
+  params.lse = args.lse;
+  params.max_logits = args.max_logits;
+  params.running_out = args.running_out;
+  params.is_rounded = args.out_dtype != DType::kF32;
+  params.parts.counters = reinterpret_cast<int32_t*>(counter + 1);
+  params.parts.parts =
+      may_cut ? reinterpret_cast<float4*>(params.parts.counters + kMaxPartCounters) : nullptr;
+  if constexpr (Config::kHasTerms) {
+    params.is_out_float = args.out_dtype == DType::kF32;
+    params.terms = TermsOf(args);
+    JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
+    if (params.terms.kind == BiasKind::kTiles) {
+      JAX_MAGI_RETURN_IF_BAD(
+          MakeBiasMap(shape, args.bias_layout, args.bias, Config::kBlockM, &params.bias_map));
+    }
+  }
+
+  constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a Hopper SM has 227 KB of shared memory");
+  return LaunchPersistent<ForwardKernel<Config>, Config::kClusterSize>(
+      params, Config::kNumThreads, kSharedBytes,
+      MaxTiles(shape, tiling) * params.work.num_repeats * num_packs *
+          (may_cut ? kMaxPartsOfTile : 1),
+      options);
+}
+
+// Whether tiles of 128 rows are at least as good as such of 192. Neither batch nor heads count:
+// they may be sharded after the tile list was made.
+inline bool PrefersSmallTiles(const AttentionShape& shape) {
+  const auto num_tiles = [&](int64_t num_rows) { return (shape.q_len + num_rows - 1) / num_rows; };
+  return 3 * num_tiles(128) <= 4 * num_tiles(192);  // A small one takes about 3/4 of the time.
+}
+
+// Whether two blocks of threads should make a cluster, which needs two heads of a group: each loads
+// half of the keys and values for both, but they begin and end together. `num_blocks` are those of
+// the list. On an H200, where each cluster has 64 of them to work on and more, it is worth up to 6%
+// (with 48 heads, all masks of 4k tokens, and full ones of 2k), and costs as much where it has 50
+// and fewer, or tiles of 3 each.
+inline bool PrefersClusters(const AttentionShape& shape, int64_t num_blocks) {
+  constexpr int64_t kLeastBlocks = 60, kLeastOfTile = 4, kNumClusters = 66, kTileRows = 128;
+  if (shape.num_kv_heads == 0 || shape.group() % 2 != 0) return false;
+  return num_blocks * shape.batch * (shape.num_q_heads / 2) >= kLeastBlocks * kNumClusters &&
+         num_blocks * kTileRows >= kLeastOfTile * shape.q_len;
+}
+
+// Calls use() with the configuration for the call. Clusters change nothing of its tiling.
+template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, bool kIsOutFloat,
+          typename Use>
+auto WithTileFor(const AttentionShape& shape, bool in_clusters, Use use) {
+  if constexpr (kHeadDim == 64) {
+    using Small =
+        ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/true, kIsOutFloat>;
+    if (PrefersSmallTiles(shape)) return use(Small());
+  }
+  if constexpr (kHeadDim == 128 && kValueDim == 128 && !kHasSoftcap) {
+    using Cluster = ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/false,
+                                  kIsOutFloat, /*kClusterSize=*/2>;
+    if (in_clusters && shape.q_len >= Cluster::kBlockM) return use(Cluster());
+  }
+  return use(
+      ForwardConfig<kHeadDim, kValueDim, Element, kHasSoftcap, /*kIsSmall=*/false, kIsOutFloat>());
+}
+template <int kHeadDim, int kValueDim, typename Element, bool kIsOutFloat, typename Use>
+auto WithConfig(const AttentionShape& shape, bool has_softcap, bool in_clusters, Use use) {
+  return has_softcap
+             ? WithTileFor<kHeadDim, kValueDim, Element, true, kIsOutFloat>(shape, in_clusters, use)
+             : WithTileFor<kHeadDim, kValueDim, Element, false, kIsOutFloat>(shape, in_clusters,
+                                                                             use);
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
+                                                            const LaunchOptions& options) {
+  const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
+  const bool has_softcap = args.params.softcap != 0.0f;
+  const bool in_clusters = PrefersClusters(args.shape, options.num_blocks);
+  // Those that write float32 merge, too, and round at last.
+  return args.out_dtype == DType::kF32 || args.running_out != nullptr
+             ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, in_clusters,
+                                                              launch)
+             : WithConfig<kHeadDim, kValueDim, Element, false>(args.shape, has_softcap, in_clusters,
+                                                               launch);
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
+                                                              bool has_softcap) {
+  return WithConfig<kHeadDim, kValueDim, Element, /*kIsOutFloat=*/false>(
+      shape, has_softcap, /*in_clusters=*/false,
+      [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_LAUNCH_CUH_

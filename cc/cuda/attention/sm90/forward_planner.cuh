@@ -1,0 +1,123 @@
+// The forward kernel's planner: one warp that looks up the next tile while the producer is at the
+// one before, and loads its queries.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PLANNER_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PLANNER_CUH_
+
+#include "cc/cuda/attention/sm90/forward_tile.cuh"
+
+namespace jax_magi::cuda {
+
+template <typename Config>
+struct Planner {
+  static constexpr int kClusterSize = Config::kClusterSize;
+  const ForwardParamsOf<Config>& params;
+  ForwardShared<Config>& shared;
+  int lane;
+  RingPosition<Config::kQStages> q_ring;
+
+  __device__ __forceinline__ void Run() {
+    PlannedTile& planned = shared.planned;
+    if constexpr (Config::kCutsKeys) {
+      shared.parts.Start(params.work, params.parts.parts != nullptr, lane);
+    }
+    if (lane == 0) planned.num_done = 0;
+    uint32_t number = blockIdx.x / kClusterSize;
+    while (shared.parts.Has(number, params.work, lane)) {
+      FindWork(params.work, shared.parts, number, lane, planned);
+      FindHeads();
+      HandOn();
+      LoadTile();
+      Wait(&shared.planned_empty, planned.num_done % 2);
+      WaitForPreviousKernel();  // It resets the counter.
+      number = NextNumber(planned.num_done);
+      __syncwarp();
+      if (lane == 0) ++planned.num_done;
+      __syncwarp();
+    }
+    if (lane == 0) planned.tile.num_blocks = -1;
+    HandOn();
+    Wait(&shared.q_empty[q_ring.stage], q_ring.phase ^ 1);
+    if (lane == 0) {
+      shared.tile[TileSlot<Config>(q_ring)].num_blocks = -1;
+      Arrive(&shared.q_full[q_ring.stage]);
+    }
+  }
+
+  // To the producer.
+  __device__ __forceinline__ void HandOn() { Arrive(&shared.planned_full); }
+
+  __device__ __forceinline__ uint32_t NextNumber(uint32_t count) {
+    if constexpr (kClusterSize > 1) {
+      return shared.work.Next(params.work, lane, count);
+    } else {
+      uint32_t number = 0;
+      if (lane == 0) number = gridDim.x + atomicAdd(&params.work.counter->next_work, 1);
+      return __shfl_sync(~0u, number, 0);
+    }
+  }
+
+  __device__ __forceinline__ int Rank() const {
+    if constexpr (kClusterSize == 1) return 0;
+    return ClusterRank();
+  }
+
+  // Which heads' rows the tile has.
+  __device__ __forceinline__ void FindHeads() {
+    if (lane == 0) {
+      PlannedTile& planned = shared.planned;
+      planned.kv_head = Divide(planned.pack, params.packs_per_kv_head);
+      const int most = Log2Pack<Config>(planned.tile.num_rows, params.group / kClusterSize);
+      planned.log2_pack = Min(most, params.log2_pack + ForwardParams::kNumPacks - 1);
+      // The first of the cluster's heads, in their group; and of this block of threads.
+      const int pack_in_group = planned.pack - planned.kv_head * params.packs_per_kv_head;
+      const int first = pack_in_group * kClusterSize << params.log2_pack;
+      const int in_group = first + (Rank() << planned.log2_pack);
+      // In a cluster there may be none left: it then works in vain, for its part of the keys.
+      planned.head = planned.kv_head * params.group +
+                     (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
+      planned.num_packed = Min(1 << planned.log2_pack, params.group - in_group);
+      if (first % (kClusterSize << planned.log2_pack) != 0) {  // Packed with heads before these.
+        planned.tile.num_rows = planned.tile.num_blocks = planned.tile.slice_end = 0;
+      }
+    }
+    __syncwarp();
+  }
+
+  // Tells consumers of the tile, and loads its queries.
+  __device__ __forceinline__ void LoadTile() {
+    const int stage = q_ring.stage, slot = TileSlot<Config>(q_ring);
+    Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
+    q_ring.Advance();
+    if (lane == 0) {
+      const PlannedTile& planned = shared.planned;
+      const Tile& tile = planned.tile;
+      if constexpr (Config::kHasTerms) {
+        const float* slopes = params.terms.slopes;
+        shared.tile[slot].slope =
+            slopes == nullptr ? 0.0f
+                              : slopes[int64_t{tile.batch} * params.num_q_heads + planned.head];
+      }
+      static_cast<TileInfo&>(shared.tile[slot]) = {
+          tile.batch, planned.head,  planned.num_packed, planned.log2_pack,
+          tile.begin, tile.num_rows, tile.num_blocks,    Config::kCutsKeys ? planned.part : 0};
+      if (!Config::kQueriesByValues && tile.num_blocks > 0) {
+        ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
+        // By how far its log2_pack is above that of a tile with all rows.
+        const CUtensorMap& map = params.q_map[planned.log2_pack - params.log2_pack];
+#pragma unroll
+        for (int d = 0; d < Config::kHeadDim; d += 64) {
+          LoadBox(&map, &shared.q_full[stage], shared.q[stage] + d * Config::kBlockM, d,
+                  planned.head, tile.begin, tile.batch);
+        }
+      } else {
+        Arrive(&shared.q_full[stage]);
+      }
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PLANNER_CUH_

@@ -1,0 +1,104 @@
+// How the forward kernel's consumers add up the parts of a tile: see key_parts.h.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
+
+#include "cc/cuda/attention/key_parts.cuh"
+#include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/sm90/config.h"
+#include "cc/cuda/attention/sm90/hopper.cuh"
+
+namespace jax_magi::cuda {
+
+static_assert(kPartThreads == kWarpgroup, "a warpgroup has 64 rows");
+
+// Joins the parts of a tile, for one consumer warpgroup of 64 rows.
+template <typename Config>
+struct PartJoiner {
+  static constexpr int kWords = PartWords(Config::kValueDim);
+  const PartsParams& params;
+  int part, warpgroup, thread;
+
+  __device__ __forceinline__ int NumParts() const { return part >> 16; }
+  __device__ __forceinline__ int Number() const { return part & 0xffff; }
+  // Of the tile, among those that are cut.
+  __device__ __forceinline__ int TileNumber() const { return Number() / NumParts(); }
+  __device__ __forceinline__ int First() const { return TileNumber() * NumParts(); }
+
+  // Where this warpgroup's share of a part or tile lies: each block of threads of a cluster has
+  // room for `count` shares.
+  __device__ __forceinline__ int Place(int number, int count) const {
+    int place = number * Config::kNumConsumers + warpgroup;
+    if constexpr (Config::kClusterSize > 1) place += static_cast<int>(ClusterRank()) * count;
+    return place;
+  }
+
+  // The words of this thread's share of a part.
+  __device__ __forceinline__ float4* Words(int number) const {
+    const int place = Place(number, kMaxParts / 2 * Config::kNumConsumers);
+    return params.parts + int64_t{place} * kWords * kWarpgroup + thread;
+  }
+
+  // Leaves this part's sums. Returns whether all are there.
+  __device__ __forceinline__ bool Leave(const float (&acc)[Config::kValueDim / 2],
+                                        const RowState& state) const {
+    float4* words = Words(Number());
+#pragma unroll
+    for (int i = 0; i < kWords - 2; ++i) {
+      words[i * kWarpgroup] =
+          make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+    }
+    words[(kWords - 2) * kWarpgroup] =
+        make_float4(state.reference[0], state.reference[1], state.sum[0], state.sum[1]);
+    words[(kWords - 1) * kWarpgroup] = make_float4(state.max[0], state.max[1], 0.0f, 0.0f);
+    NamedSync(1 + warpgroup, kWarpgroup);
+    bool is_last = false;
+    if (thread == 0) {
+      int32_t* counter = params.counters + Place(TileNumber(), kMaxPartCounters / 2);
+      // For all of the warpgroup: what they wrote is there before, what they read is read after.
+      is_last = AddInOrder(counter, 1) == NumParts() - 1;
+    }
+    return NamedAny(1 + warpgroup, kWarpgroup, is_last);
+  }
+
+  // The sums of all parts.
+  __device__ __forceinline__ void Join(float (&acc)[Config::kValueDim / 2], RowState& state) const {
+    float reference[2] = {kNoReference, kNoReference};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.max[r] = -INFINITY, state.sum[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < NumParts(); ++i) {
+      const float4* words = Words(First() + i) + (kWords - 2) * kWarpgroup;
+      const float4 sums = __ldcg(words), max = __ldcg(words + kWarpgroup);
+      reference[0] = MaxOrNan(reference[0], sums.x);
+      reference[1] = MaxOrNan(reference[1], sums.y);
+      state.max[0] = MaxOrNan(state.max[0], max.x);
+      state.max[1] = MaxOrNan(state.max[1], max.y);
+    }
+#pragma unroll 1
+    for (int i = 0; i < NumParts(); ++i) {
+      const float4* words = Words(First() + i);
+      const float4 sums = __ldcg(words + (kWords - 2) * kWarpgroup);
+      // A part without a reference has nothing but zeros.
+      const float weight[2] = {Exp2(sums.x - reference[0]), Exp2(sums.y - reference[1])};
+      state.sum[0] += weight[0] * sums.z;
+      state.sum[1] += weight[1] * sums.w;
+#pragma unroll
+      for (int j = 0; j < kWords - 2; ++j) {
+        const float4 word = __ldcg(words + j * kWarpgroup);
+        acc[4 * j] += weight[0] * word.x;
+        acc[4 * j + 1] += weight[0] * word.y;
+        acc[4 * j + 2] += weight[1] * word.z;
+        acc[4 * j + 3] += weight[1] * word.w;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.reference[r] = reference[r];
+  }
+};
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_

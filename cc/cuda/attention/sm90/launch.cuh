@@ -1,0 +1,78 @@
+// What launching either kernel takes.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_LAUNCH_CUH_
+
+#include <algorithm>
+#include <atomic>
+
+#include "cc/cuda/attention/early_launch.cuh"
+#include "cc/cuda/attention/sm90/pipeline.cuh"
+#include "cc/cuda/attention/sm90/tensor_map.h"
+#include "cc/cuda/attention/sm90/variants.h"
+
+#define JAX_MAGI_RETURN_IF_BAD(expression) \
+  if (const Status status = (expression); status.message != nullptr) return status
+
+namespace jax_magi::cuda {
+
+// Tells the device, once, how much shared memory a kernel takes. Returns its number of SMs.
+template <auto kKernel>
+Status SetUpKernel(size_t shared_bytes, int* num_sms) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];  // 0: not yet asked for.
+  int device;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  if (device >= kMaxDevices) return {"there are more than 64 devices", __FILE__, __LINE__};
+  *num_sms = known[device].load(std::memory_order_acquire);
+  if (*num_sms > 0) return {};
+  int reserved_bytes;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  if (reserved_bytes != kReservedBytes) {
+    return {"the driver reserves another part of shared memory than 1024 bytes", __FILE__,
+            __LINE__};
+  }
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(num_sms, cudaDevAttrMultiProcessorCount, device));
+  known[device].store(*num_sms, std::memory_order_release);
+  return {};
+}
+
+// Launches a persistent kernel that may come up before the one that prepares its work has ended.
+template <auto kKernel, int kClusterSize = 1, typename Params>
+Status LaunchPersistent(const Params& params, int num_threads, size_t shared_bytes,
+                        int64_t max_work, const LaunchOptions& options) {
+  int num_sms;
+  JAX_MAGI_RETURN_IF_BAD(SetUpKernel<kKernel>(shared_bytes, &num_sms));
+  const int num_clusters = static_cast<int>(std::clamp<int64_t>(
+      (num_sms - options.sm_margin) / kClusterSize, 1, std::max<int64_t>(max_work, 1)));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarlyInClusters(kClusterSize, kKernel,
+                                                      num_clusters * kClusterSize, num_threads,
+                                                      shared_bytes, options.stream, params));
+  return {};
+}
+
+// A tensor for TMA, and the boxes it is moved in.
+struct TensorBox {
+  DType dtype;
+  const void* data;
+  int64_t length, heads, dim;
+  int box_rows, box_heads;
+  CUtensorMap* map;
+  int box_bytes = 128;
+};
+
+inline Status MakeTensorMaps(int64_t batch, std::initializer_list<TensorBox> tensors) {
+  for (const TensorBox& t : tensors) {
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMap(t.dtype, t.data, batch, t.length, t.heads, t.dim,
+                                         t.box_rows, t.box_heads, t.box_bytes, t.map));
+  }
+  return {};
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_LAUNCH_CUH_

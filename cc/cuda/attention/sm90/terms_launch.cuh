@@ -1,0 +1,59 @@
+// From a call's bias and slopes to what kernels take of them.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
+
+#include "cc/cuda/attention/score_terms.cuh"
+#include "cc/cuda/attention/sm90/launch.cuh"
+#include "cc/cuda/attention/term_gradients.h"
+
+namespace jax_magi::cuda {
+
+// Of a ForwardArgs or BackwardArgs.
+template <typename Args>
+ScoreTerms TermsOf(const Args& args) {
+  const BiasLayout& layout = args.bias_layout;
+  const float cap = args.params.softcap;
+  const SoftmaxScale scale =
+      cap == 0.0f ? SoftmaxScale{kLog2E, 0.0f} : SoftmaxScale{cap * kLog2E, 1.0f / cap};
+  ScoreTerms terms{BiasKind::kNone,
+                   layout.dtype == DType::kF32,
+                   args.bias,
+                   layout.batch_stride,
+                   layout.head_stride,
+                   layout.q_stride,
+                   args.alibi_slopes,
+                   scale,
+                   1.0f / args.params.softmax_scale};
+  if (args.bias == nullptr) return terms;
+  terms.kind = IsBiasByKey(args.shape, layout)                 ? BiasKind::kByKey
+               : IsBiasInTiles(args.shape, layout, args.dtype) ? BiasKind::kTiles
+                                                               : BiasKind::kFloat;
+  return terms;
+}
+
+inline Status CheckTerms(const ScoreTerms& terms) {
+  if (terms.kind != BiasKind::kFloat || terms.is_float) return {};
+  return {"a bias of 16-bit elements for each query must have a multiple of 8 keys", __FILE__,
+          __LINE__};
+}
+
+// Whether a bias in tiles is all that is added to scores, and there is no cap. Of a ForwardArgs or
+// BackwardArgs.
+template <typename Args>
+bool IsBiasAlone(const Args& args) {
+  return args.bias != nullptr && args.params.softcap == 0.0f && args.alibi_slopes == nullptr &&
+         IsBiasInTiles(args.shape, args.bias_layout, args.dtype);
+}
+
+// For boxes of 64 keys of `box_queries` queries of a bias, or of its gradient, with this layout.
+inline Status MakeBiasMap(const AttentionShape& shape, const BiasLayout& layout, const void* bias,
+                          int box_queries, CUtensorMap* map) {
+  return MakeTensorMap(layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,
+                       layout.head_stride == 0 ? 1 : shape.num_q_heads, shape.q_len, shape.k_len,
+                       /*box_rows=*/1, /*box_heads=*/box_queries, /*box_bytes=*/128, map);
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_

@@ -1,0 +1,183 @@
+// wgmma: products of matrices in registers and shared memory, by a warpgroup.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_
+
+#include <cstdint>
+#include <utility>
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma with N = 48, 80, 112.
+#include "cc/cuda/attention/sm90/hopper.cuh"
+#include "cute/arch/mma_sm90.hpp"
+#include "cute/numeric/integral_constant.hpp"
+
+namespace jax_magi::cuda {
+
+__device__ __forceinline__ void FenceWgmma() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void CommitWgmma() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kOutstanding>
+__device__ __forceinline__ void WaitWgmma() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kOutstanding) : "memory");
+}
+
+// Keeps the compiler from moving reads or writes of accumulators across the asynchronous products.
+template <int kCount>
+__device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// A tile in shared memory is made of panels 64 elements wide: rows of 128 bytes, 128-byte swizzle,
+// 8 rows a swizzle atom; or half as wide, with a swizzle of 64 bytes. Descriptor fields are in
+// units of 16 bytes.
+template <int kPanelDims>
+constexpr uint64_t kAtomOffsetOf = 8 * kPanelDims * 2 / 16;
+constexpr uint64_t kAtomOffset = kAtomOffsetOf<64>;
+template <int kPanelDims>
+constexpr uint64_t kSwizzle = uint64_t{kPanelDims == 64 ? 1 : 2} << 62;
+
+// An address as descriptors hold it. In a cluster, the addresses of a block of threads have its
+// rank in bits 24 and up, which would end up in the distance of panels. Elsewhere there is none,
+// and ptxas schedules kernels as they were tuned.
+template <int kClusterSize>
+__device__ __forceinline__ uint32_t DescriptorAddress(const void* tile) {
+  const uint32_t address = SharedAddress(tile);
+  return (kClusterSize == 1 ? address : address & 0x3ffff) >> 4;
+}
+
+// For an operand contiguous along the contraction: q and k.
+template <int kClusterSize = 1, int kPanelDims = 64>
+__device__ __forceinline__ uint64_t RowDescriptor(const void* tile) {
+  return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) | (uint64_t{1} << 16) |
+         DescriptorAddress<kClusterSize>(tile);
+}
+
+// For an operand contiguous across the contraction: v, whose panels lie `panel_bytes` apart.
+template <int kClusterSize = 1, int kPanelDims = 64>
+__device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t panel_bytes) {
+  return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) |
+         (uint64_t{panel_bytes / 16} << 16) | DescriptorAddress<kClusterSize>(tile);
+}
+
+// A descriptor `offset` units further on. Addresses are in the lower half, and never leave it.
+__device__ __forceinline__ uint64_t Advance(uint64_t descriptor, uint32_t offset) {
+  return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + offset);
+}
+
+template <typename Atom, int... kIndex>
+__device__ __forceinline__ void WgmmaShared(uint64_t a, uint64_t b, float* d, bool accumulate,
+                                            std::integer_sequence<int, kIndex...>) {
+  Atom::fma(a, b, d[kIndex]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <typename Atom, int... kIndex>
+__device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, float* d,
+                                              bool accumulate,
+                                              std::integer_sequence<int, kIndex...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]...,
+            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// What becomes of a product: the result, or it is subtracted from it.
+enum class Product { kIsResult, kIsSubtracted };
+
+// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
+// `keys_bytes` are the sizes of their panels; those of the rows may be narrower.
+template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult,
+          int kRowPanelDims = 64>
+__device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
+                                                 uint32_t keys_bytes, float (&scores)[kN / 2]) {
+  using cute::SM90::GMMA::Major;
+  using cute::SM90::GMMA::ScaleIn;
+  using Atom =
+      decltype(cute::SM90::GMMA::ss_op_selector<
+               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, Major::K,
+               Major::K, kProduct == Product::kIsSubtracted ? ScaleIn::Neg : ScaleIn::One>());
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
+    constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Of a panel.
+    WgmmaShared<Atom>(Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
+                      Advance(keys, panel * (keys_bytes / 16) + offset), scores,
+                      /*accumulate=*/kProduct != Product::kIsResult || step > 0,
+                      std::make_integer_sequence<int, kN / 2>());
+  }
+}
+
+// The same, with the rows in registers.
+template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult>
+__device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[kDim / 4],
+                                                         uint64_t keys, uint32_t keys_bytes,
+                                                         float (&scores)[kN / 2]) {
+  using cute::SM90::GMMA::Major;
+  using cute::SM90::GMMA::ScaleIn;
+  using Atom =
+      decltype(cute::SM90::GMMA::rs_op_selector<
+               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, Major::K,
+               Major::K, kProduct == Product::kIsSubtracted ? ScaleIn::Neg : ScaleIn::One>());
+#pragma unroll
+  for (int step = 0; step < kDim / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);
+    WgmmaRegister<Atom>(rows + 4 * step, Advance(keys, panel * (keys_bytes / 16) + offset), scores,
+                        /*accumulate=*/kProduct != Product::kIsResult || step > 0,
+                        std::make_integer_sequence<int, kN / 2>());
+  }
+}
+
+// out[64, kDim] += p[64, kN] * values[kN, kDim], p in registers as packed pairs.
+template <typename Element, int kN, int kDim>
+__device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[kN / 4],
+                                                            uint64_t values,
+                                                            float (&out)[kDim / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kDim>, cute::_16>,
+                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
+#pragma unroll
+  for (int step = 0; step < kN / 16; ++step) {
+    WgmmaRegister<Atom>(p + 4 * step, Advance(values, step * 2 * kAtomOffset), out,
+                        /*accumulate=*/true, std::make_integer_sequence<int, kDim / 2>());
+  }
+}
+
+// out[64, kN] = columns[kK, 64]^T * rows[kN, kK]^T, both in shared memory: `columns` is one panel,
+// contiguous across the contraction.
+template <typename Element, int kN, int kK>
+__device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t rows,
+                                                    uint32_t rows_bytes, float (&out)[kN / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
+                        cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>());
+#pragma unroll
+  for (int step = 0; step < kK / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);
+    WgmmaShared<Atom>(Advance(columns, step * 2 * kAtomOffset),
+                      Advance(rows, panel * (rows_bytes / 16) + offset), out,
+                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+  }
+}
+
+// out[64, kDim] = rows[64, kK] * values[kK, kDim], both in shared memory. The values' panels are
+// kPanelDims wide.
+template <typename Element, int kDim, int kK, int kPanelDims>
+__device__ __forceinline__ void MultiplyRowsValues(uint64_t rows, uint32_t rows_bytes,
+                                                   uint64_t values, float (&out)[kDim / 2]) {
+  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
+                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kDim>, cute::_16>,
+                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
+#pragma unroll
+  for (int step = 0; step < kK / 16; ++step) {
+    const uint32_t panel = step / 4, offset = 2 * (step % 4);
+    WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
+                      Advance(values, step * 2 * kAtomOffsetOf<kPanelDims>), out,
+                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kDim / 2>());
+  }
+}
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_
