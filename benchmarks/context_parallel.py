@@ -4,9 +4,10 @@ python -m benchmarks.context_parallel measure --json FILE       (on one Hopper G
 python -m benchmarks.context_parallel predict --json FILE [--plot FILE] [--markdown FILE]
 
 `measure` plans each mask on ranks of 8192 tokens, eight to a node, and times the kernel calls of
-the rank with the most work, stage by stage; each goes on with the results of those before it.
-`predict` adds what moves, padding included, and goes through the steps of both passes: a transfer
-begins when all ranks of its group do, and a step ends with the longest of its kernel and transfers.
+the rank with the most work, stage by stage; each goes on with the results of those before it. Plans
+are those of `overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `predict` adds what moves,
+padding included, and goes through the steps of both passes: a transfer begins when all ranks of its
+group do, and a step ends with the longest of its kernel and transfers.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ LOCAL = 8192
 NODE = 8
 CP_SIZES = (8, 16, 32, 64, 128)
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 48, 8, 128
-# The study takes the one that is predicted to end first.
-DEGREES = (0, 1, 2, 4)
-
 # Bytes a second of a GPU: NVLink 4 has 900 GB/s both ways together (NVIDIA's H200 datasheet), and a
 # NIC of 400 Gbit/s (ConnectX-7, one for each GPU of a DGX H200) or of 800 (ConnectX-8). These are
 # peaks; what NCCL reaches is less. The latency is an assumption.
@@ -94,6 +92,21 @@ def make_key(name: str, cp_size: int, degree: int, transport: str = "auto") -> j
   )
 
 
+@functools.cache
+def planned_key(name: str, cp_size: int, network: float) -> jax_magi.DistAttnKey:
+  """What the planner chooses on the dispatch of `make_key`."""
+  mask = MASKS[name](cp_size * LOCAL)
+  links = Links(near=NVLINK, far=network, latency=LATENCY, row_bytes=ROW_BYTES)
+  return jax_magi.key_for_new_mask(
+    _first_key(name, cp_size), mask, overlap_degree="auto", links=links
+  )
+
+
+def networks_of(cp_size: int) -> tuple[float, ...]:
+  """Speeds between nodes: one, where there is but one node."""
+  return NETWORKS if cp_size > NODE else NETWORKS[:1]
+
+
 # --- on the GPU ---
 
 
@@ -127,15 +140,35 @@ class Kernels:
       self._seconds("alone_backward", backward, q, k, v, lse, lse * 0.0, table),
     )
 
-  def stage(self, slices: np.ndarray, k_len: int, number: int, count: int) -> tuple[float, float]:
-    """Seconds of a stage of `count`. It goes on with what others left; the last one rounds."""
-    is_first, is_last = number == 0, number + 1 == count
-    dtype = None if is_last else np.float32
+  def forward_stage(
+    self, slices: np.ndarray, k_len: int, number: int, count: int, *, is_whole: bool
+  ) -> float:
+    """Seconds of a stage of `count`, which goes on with what others left.
+
+    If results are merged, the last stage rounds them; if queries are whole, each stage does.
+    """
+    is_first, is_rounded = number == 0, is_whole or number + 1 == count
 
     def forward(q, k, v, table, running):
+      dtype = None if is_rounded else np.float32
       return self.ops.forward(
         self.config, q, k, v, table, self._sink(), out_dtype=dtype, running=running
       )
+
+    q, k, v = self._operands(LOCAL, k_len)
+    lse, running, copies = self._lse(), None, 0.0
+    if not is_first:
+      out = self.jnp.zeros((*lse.shape, HEAD_DIM), q.dtype if is_whole else np.float32)
+      running = out, lse, lse[:, 0]
+      # Here they are arguments, which a call may not write to: it begins with a copy.
+      copies = self._copy_seconds(running if is_whole or not is_rounded else running[1:])
+    table = self.jnp.asarray(slices[None])
+    kind = f"forward{is_first}{is_rounded}{is_whole}"
+    return self._seconds(kind, forward, q, k, v, table, running) - copies
+
+  def backward_stage(self, slices: np.ndarray, k_len: int, number: int, count: int) -> float:
+    """The same of the backward pass; the last stage finishes dq."""
+    is_first, is_last = number == 0, number + 1 == count
 
     def backward(q, k, v, lse, delta, table, dq):
       dq = self.dq_sum.empty_dq_sum(q, v) if is_first else dq
@@ -145,22 +178,14 @@ class Kernels:
       return (self.dq_sum.finished_dq(self.config, dq, q, v, q.dtype) if is_last else dq), dk, dv
 
     q, k, v = self._operands(LOCAL, k_len)
-    table = self.jnp.asarray(slices[None])
-    shape = (1, LOCAL, NUM_Q_HEADS)
-    lse = self.jnp.full(shape, 9.0, np.float32)
-    running = None if is_first else (self.jnp.zeros((*shape, HEAD_DIM), np.float32), lse, lse[:, 0])
+    table, lse = self.jnp.asarray(slices[None]), self._lse()
     dq = None if is_first else self.dq_sum.empty_dq_sum(q, v)
-    kind = f"{is_first}{is_last}{count > 1}"
-    times = (
-      self._seconds(f"forward{kind}", forward, q, k, v, table, running),
-      self._seconds(f"backward{kind}", backward, q, k, v, lse, lse * 0.0, table, dq),
-    )
-    # Here they are arguments, which a call may not write to: it begins with a copy.
-    copies = (0.0, 0.0)
-    if not is_first:
-      written = running[1:] if is_last else running
-      copies = self._copy_seconds(written), self._copy_seconds(dq)
-    return times[0] - copies[0], times[1] - copies[1]
+    copies = 0.0 if is_first else self._copy_seconds(dq)
+    kind = f"backward{is_first}{is_last}"
+    return self._seconds(kind, backward, q, k, v, lse, lse * 0.0, table, dq) - copies
+
+  def _lse(self):
+    return self.jnp.full((1, LOCAL, NUM_Q_HEADS), 9.0, np.float32)
 
   def _copy_seconds(self, arrays: Any) -> float:
     return self._seconds("copy", lambda x: self.jax.tree.map(self.jnp.copy, x), arrays)
@@ -187,7 +212,7 @@ class Kernels:
     ]
 
 
-def measure(cp_sizes: tuple[int, ...], names: list[str], degrees: list[int], path: Path) -> None:
+def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
   """Writes what it has after each cell, so that a run that is cut short is not lost."""
   import jax
 
@@ -203,27 +228,46 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], degrees: list[int], pat
     alone[name] = {"area": mask.area(), "forward": forward, "backward": backward}
     print(f"{name:16s} one GPU, {length} tokens: {_rates(mask.area(), forward, backward)}")
     for cp_size in cp_sizes:
-      for degree in degrees:
-        key = make_key(name, cp_size, degree)
-        cell = {"mask": name, "cp_size": cp_size, "degree": degree, **_time_rank(kernels, key)}
+      for network in networks_of(cp_size):
+        key = planned_key(name, cp_size, network)
+        cell = {"mask": name, "cp_size": cp_size, "network": network, **_time_rank(kernels, key)}
         cells.append(cell)
-        rates = _rates(sum(cell["areas"]), *np.sum(cell["stages"], axis=0))
-        print(f"{name:16s} cp {cp_size:3d} degree {degree}, slowest rank: {rates}", flush=True)
+        print(
+          f"{name:16s} cp {cp_size:3d} {network / 1e9:3.0f} GB/s degree {cell['degree']}"
+          f"{' whole queries' if key.whole_slices is not None else ''}, slowest rank: "
+          f"{_rates(sum(cell['areas'][0]), *map(sum, (cell['forward'], cell['backward'])))}",
+          flush=True,
+        )
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def _time_rank(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
-  """Of the rank with the most work."""
-  areas = key.areas()
-  rank = int(areas.sum(axis=1).argmax())
-  lengths = [LOCAL] * bool(key.spec.overlap_degree) + list(key.capacities.rows)
-  stages = [
-    kernels.stage(np.asarray(key.slices[rank, i]), k_len, i, len(lengths))
-    if areas[rank, i]
-    else (0.0, 0.0)
-    for i, k_len in enumerate(lengths)
-  ]
-  return {"rank": rank, "areas": areas[rank].tolist(), "stages": stages}
+  """Of the rank with the most work: areas of its stages, forward and backward, and seconds."""
+  capacities, is_whole = key.capacities, key.whole_slices is not None
+  areas = key.areas(is_forward=True), key.areas()
+  rank = int(areas[0].sum(axis=1).argmax())
+  own = [LOCAL] * bool(key.spec.overlap_degree)
+  tables = key.whole_slices if is_whole else key.slices
+  forward_rows = capacities.whole_rows if is_whole else capacities.rows
+  passes: tuple[tuple[Any, Any, Callable], ...] = (
+    (tables, forward_rows, functools.partial(kernels.forward_stage, is_whole=is_whole)),
+    (key.slices, capacities.rows, kernels.backward_stage),
+  )
+  seconds = []
+  for area, (slices, rows, time) in zip(areas, passes, strict=True):
+    lengths = [*own, *rows]
+    seconds.append(
+      [
+        time(np.asarray(slices[rank, i]), k_len, i, len(lengths)) if area[rank, i] else 0.0
+        for i, k_len in enumerate(lengths)
+      ]
+    )
+  return {
+    "degree": key.spec.overlap_degree,
+    "areas": [area[rank].tolist() for area in areas],
+    "forward": seconds[0],
+    "backward": seconds[1],
+  }
 
 
 def _round_up(count: int) -> int:
@@ -242,13 +286,13 @@ def _rates(area: int, forward: float, backward: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """Of one mask on so many ranks, with the best degree. Seconds are of forward and backward.
+  """Of one mask on so many ranks, with the plan of the planner. Seconds are of both passes.
 
   Attributes:
     mask: its name.
     cp_size: ranks.
     network: bytes a second between nodes.
-    degree: of the plan that is predicted to end first.
+    degree: of the plan.
     transport: of that plan.
     balance: work of the slowest rank over the mean.
     far_rows: rows that a rank moves between nodes, padding included, in one pass over keys.
@@ -280,33 +324,21 @@ class Cell:
 
 
 def predict(data: dict[str, Any]) -> list[Cell]:
-  """The best degree of each mask, size and network."""
-  groups: dict[tuple[str, int, float], list[Cell]] = {}
-  for cell in data["cells"]:
-    key = make_key(cell["mask"], cell["cp_size"], cell["degree"])
-    for network in NETWORKS if cell["cp_size"] > NODE else NETWORKS[:1]:
-      found = _predict(cell, key, data["alone"][cell["mask"]], network)
-      groups.setdefault((found.mask, found.cp_size, network), []).append(found)
-  best = []
-  for group in groups.values():
-    cell = min(group, key=lambda c: c.total)
-    # Each of the other two with its own best degree.
-    others = {
-      name: min(getattr(c, name) for c in group) for name in ("total_bfloat16", "total_ragged")
-    }
-    best.append(dataclasses.replace(cell, **others))
-  return best
+  """The cells of each mask, size and network."""
+  return [_predict(cell, data["alone"][cell["mask"]]) for cell in data["cells"]]
 
 
-def _predict(
-  cell: dict[str, Any], key: jax_magi.DistAttnKey, alone: dict[str, Any], network: float
-) -> Cell:
+def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
+  network = cell["network"]
+  key = planned_key(cell["mask"], cell["cp_size"], network)
   stats, spec = key.stats(), key.spec
-  areas, measured = key.areas(), np.array(cell["stages"])
-  # Other ranks at the rate of the one that was measured, stage by stage.
-  rates = measured / np.maximum(np.array(cell["areas"]), 1)[:, None]
-  rates = np.where(measured > 0, rates, measured.sum(axis=0) / sum(cell["areas"]))
-  kernels = areas[:, :, None] * rates
+  kernels = []
+  for is_forward, mine in ((True, cell["areas"][0]), (False, cell["areas"][1])):
+    measured = np.array(cell["forward" if is_forward else "backward"])
+    # Other ranks at the rate of the one that was measured, stage by stage.
+    rates = measured / np.maximum(np.array(mine), 1)
+    rates = np.where(measured > 0, rates, measured.sum() / sum(mine))
+    kernels.append(key.areas(is_forward=is_forward) * rates)
 
   def links(grad_row_bytes: int) -> Links:
     return Links(
@@ -317,10 +349,17 @@ def _predict(
       grad_row_bytes=grad_row_bytes,
     )
 
-  passes = functools.partial(
-    predict_pass, spec.capacities.hops, spec.ranks, spec.overlap_degree, kernels
-  )
-  found = passes(links(2 * ROW_BYTES))
+  def passes(grad_row_bytes: int):
+    return predict_pass(
+      spec.capacities.hops,
+      spec.ranks,
+      spec.overlap_degree,
+      np.stack(kernels, axis=-1),
+      links(grad_row_bytes),
+      spec.capacities.orders,
+    )
+
+  found = passes(2 * ROW_BYTES)
   ideal = (alone["forward"] + alone["backward"]) / alone["area"] * stats.area.mean()
   by_link = [rows_by_link(hop, spec.ranks) for hops in spec.capacities.hops for hop in hops]
   far, near = map(sum, zip(*by_link, strict=True))
@@ -336,7 +375,7 @@ def _predict(
     ideal=ideal,
     kernels=found.kernels,
     total=found.total,
-    total_bfloat16=passes(links(ROW_BYTES)).total,
+    total_bfloat16=passes(ROW_BYTES).total,
     total_ragged=_total_ragged(found.kernels, cell, network),
     forward=found.forward,
     flops=4 * HEAD_DIM * NUM_Q_HEADS * float(stats.area.mean()),
@@ -416,12 +455,11 @@ def main(argv: list[str]) -> None:
   parser.add_argument("--json", required=True, help="times of kernels")
   parser.add_argument("--sizes", type=int, nargs="+", default=list(CP_SIZES))
   parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
-  parser.add_argument("--degrees", type=int, nargs="+", default=list(DEGREES))
   parser.add_argument("--plot")
   parser.add_argument("--markdown")
   options = parser.parse_args(argv)
   if options.part == "measure":
-    measure(tuple(options.sizes), options.masks, options.degrees, Path(options.json))
+    measure(tuple(options.sizes), options.masks, Path(options.json))
     return
   cells = predict(json.loads(Path(options.json).read_text()))
   text = to_markdown(cells)

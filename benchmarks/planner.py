@@ -16,9 +16,11 @@ import jax_magi
 from benchmarks.context_parallel import documents, shared_questions
 from jax_magi import AttentionMask
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
+from jax_magi._src.context_parallel.chunks import num_chunks
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.local_slices import key_ranges
-from jax_magi._src.context_parallel.plan import _pieces, assign_by_area, num_chunks
+from jax_magi._src.context_parallel.pieces import cut_by_chunks
+from jax_magi._src.context_parallel.plan import assign_by_area
 from jax_magi._src.masks.slices import area_of
 
 MILLION = 1 << 20
@@ -70,7 +72,7 @@ def measure(name: str, width: int | None, whole_keys: bool) -> str:
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
 
-  pieces, _, chunk = _pieces(slices, chunk_size)
+  pieces, _, chunk = cut_by_chunks(slices, chunk_size)
   area = np.bincount(chunk, area_of(pieces), num_chunks(mask.q_len, chunk_size, cp_size))
   units = Units.of_chunks(area, chunk_size, chunk, *key_ranges(pieces))
   links = Links()

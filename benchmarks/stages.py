@@ -4,8 +4,9 @@ python -m benchmarks.stages [--degrees 1 2 4] [--masks causal window ...] [--cp-
 
 Plans each mask for ranks of 8192 tokens, and takes the rank with the most work. All its stages,
 forward or backward, are one program, without the transfers: they accumulate in place, as context
-parallelism has them, or are merged and summed afterwards by XLA. One call has the keys of all
-stages side by side. Times are medians of turns that all three have one after the other.
+parallelism has them, or are merged and summed afterwards by XLA. Forward stages also run as plans
+have them that compute each query in one stage. One call has the keys of all stages side by side.
+Times are medians of turns that all have one after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from benchmarks.context_parallel import HEAD_DIM, LOCAL, MASKS, NUM_KV_HEADS, NUM_Q_HEADS, make_key
 from benchmarks.timing import seconds
-from jax_magi import merge_attention
+from jax_magi import Links, key_for_new_mask, merge_attention
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 
@@ -37,6 +38,21 @@ def rank_stages(name: str, cp_size: int, degree: int) -> tuple[list[np.ndarray],
   rank = int(key.stats().area.argmax())
   tables = [np.asarray(key.slices[rank, stage]) for stage in range(key.slices.shape[1])]
   return tables, [LOCAL, *key.capacities.rows]
+
+
+def whole_query_stages(
+  name: str, cp_size: int, degree: int
+) -> tuple[list[np.ndarray], list[int]] | None:
+  """The same of forward stages that compute each query in one stage; None where there are none."""
+  links = Links(merge_seconds=1.0)
+  mask = MASKS[name](cp_size * LOCAL)
+  key = key_for_new_mask(
+    make_key(name, cp_size, degree), mask, overlap_degree=(degree,), links=links
+  )
+  if key.whole_slices is None:
+    return None
+  rank = int(key.stats().area.argmax())
+  return list(key.whole_slices[rank]), [LOCAL, *key.capacities.whole_rows]
 
 
 def side_by_side(tables: list[np.ndarray], lengths: list[int]) -> np.ndarray:
@@ -62,6 +78,15 @@ def forward(q, stages):
   for number, stage in enumerate(stages, 1):
     out_dtype = np.float32 if number < len(stages) else None
     running = ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=out_dtype, running=running)
+  out, lse, _ = running
+  return out, lse
+
+
+def forward_whole(q, stages):
+  """Of stages in which each query sees keys once: nothing is merged."""
+  running = None
+  for stage in stages:
+    running = ops.forward(_CONFIG, q, *stage, _sink(), running=running)
   out, lse, _ = running
   return out, lse
 
@@ -127,8 +152,14 @@ def measure(name: str, cp_size: int, degree: int, num_turns: int) -> None:
   statistics_of_rows = (lse, ops.delta(out, lse, dout, jnp.zeros_like(lse)))
 
   run, merged = jax.jit(forward), jax.jit(forward_merged)
-  times = _turns([(run, (q, whole)), (run, (q, stages)), (merged, (q, stages))], num_turns)
-  _print(name, degree, "forward", times)
+  calls = [(run, (q, whole)), (run, (q, stages)), (merged, (q, stages))]
+  if (found := whole_query_stages(name, cp_size, degree)) is not None:
+    keys = jax.random.split(jax.random.key(1), 2 * len(found[0]))
+    buffers = [normal(keys[i], length, NUM_KV_HEADS) for i, length in enumerate(2 * found[1])]
+    pairs = zip(buffers[: len(found[1])], buffers[len(found[1]) :], found[0], strict=True)
+    once = [(buffer_k, buffer_v, jnp.asarray(table)[None]) for buffer_k, buffer_v, table in pairs]
+    calls.append((jax.jit(forward_whole), (q, once)))
+  _print(name, degree, "forward", _turns(calls, num_turns))
   operands = (q, dout, *statistics_of_rows)
   run, summed = jax.jit(backward), jax.jit(backward_summed)
   calls = [(run, (*operands, whole)), (run, (*operands, stages)), (summed, (*operands, stages))]
@@ -136,12 +167,11 @@ def measure(name: str, cp_size: int, degree: int, num_turns: int) -> None:
 
 
 def _print(name: str, degree: int, part: str, times: list[float]) -> None:
-  one, ours, xla = times
-  print(
-    f"| {name} | {degree} | {part} | {one:.3f} | {ours:.3f} | {ours / one:.3f} | {xla:.3f} | "
-    f"{xla / one:.3f} |",
-    flush=True,
-  )
+  one, *others = times
+  cells = [name, str(degree), part, f"{one:.3f}"]
+  for time in others:
+    cells += [f"{time:.3f}", f"{time / one:.3f}"]
+  print(f"| {' | '.join(cells)} |{'' if len(others) == 3 else ' | |'}", flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -152,8 +182,11 @@ def main(argv: list[str]) -> None:
   parser.add_argument("--cp-size", type=int, default=8)
   parser.add_argument("--turns", type=int, default=5)
   options = parser.parse_args(argv)
-  print("| mask | degree | pass | one call, ms | stages | ratio | merged by XLA | ratio |")
-  print("|---|---|---|---|---|---|---|---|")
+  print(
+    "| mask | degree | pass | one call, ms | stages | ratio | merged by XLA | ratio | "
+    "each query in one stage | ratio |"
+  )
+  print("|---|---|---|---|---|---|---|---|---|---|")
   for name in options.masks:
     for degree in options.degrees:
       measure(name, options.cp_size, degree, options.turns)

@@ -91,10 +91,12 @@ struct ForwardArgs {
   float* lse;         // -inf for rows that see nothing.
   float* max_logits;  // -inf for heads that see nothing.
   // The output of earlier calls over other keys, or null. Its lse and max_logits are in the arrays
-  // above, and this call merges its results with them. It equals `out` if `out` is float32; fully
-  // masked rows then stay unchanged. Otherwise this is the last call, which rounds to `out`. Only
-  // the first call uses the sink.
-  const float* running_out;
+  // above. If it is float32, this call merges its results with them. It then equals `out` if `out`
+  // is float32, and fully masked rows stay unchanged; otherwise this is the last call, which rounds
+  // to `out`. Only the first call uses the sink. If it is of `dtype`, it equals `out`, and each
+  // row sees keys in one of the calls only: the others leave it unchanged.
+  const void* running_out;
+  DType running_dtype;
 };
 
 struct BackwardArgs {

@@ -34,6 +34,9 @@ def execute(key: DistAttnKey) -> Executed:
   queries = get_position_ids(key).reshape(n, -1)
   keys = get_position_ids(key, role="k").reshape(n, -1)
   buffers = [[keys[rank]] if spec.overlap_degree else [] for rank in range(n)]
+  is_whole = key.whole_slices is not None
+  arrived_so_far = [[keys[rank]] for rank in range(n)]
+  whole_buffers = [[keys[rank]] for rank in range(n)]
   received = [[] for _ in range(n)]
   crossings = []
   for transfer, hops in enumerate(spec.capacities.hops):
@@ -51,14 +54,17 @@ def execute(key: DistAttnKey) -> Executed:
         key.take_runs[rank, transfer], parts[rank], [spec.capacities.rows[transfer]]
       )
       buffers[rank].append(buffer)
+      arrived_so_far[rank] += parts[rank][1:]
+      if is_whole:
+        size = spec.capacities.whole_rows[transfer]
+        runs = key.whole_runs[rank, transfer]
+        whole_buffers[rank] += followed(runs, arrived_so_far[rank], [size])
 
-  padded = np.zeros((n * spec.q_local, n * spec.k_local), np.int32)
-  for rank in range(n):
-    for stage, buffer in enumerate(buffers[rank]):
-      mask = AttentionMask(key.slices[rank, stage], spec.q_local, len(buffer))
-      rows, places = np.nonzero(mask.to_dense())
-      assert (buffer[places] >= 0).all(), "a slice shows a row that is not in the buffer"
-      np.add.at(padded, (queries[rank][rows], buffer[places]), 1)
+  padded, _ = _pairs(key.slices, buffers, queries, spec)
+  if is_whole:
+    whole, num_stages = _pairs(key.whole_slices, whole_buffers, queries, spec)
+    np.testing.assert_array_equal(whole, padded)
+    assert num_stages.max() <= 1, "a query is divided among stages"
   assert not padded[spec.q_len :].any() and not padded[:, spec.k_len :].any()
   counts = padded[: spec.q_len, : spec.k_len]
   shown = [np.flatnonzero(padded[queries[rank]].any(axis=0)) for rank in range(n)]
@@ -69,3 +75,17 @@ def execute(key: DistAttnKey) -> Executed:
     shown,
     crossings,
   )
+
+
+def _pairs(tables, buffers, queries, spec):
+  """How often each pair is computed, and in how many stages each query sees something."""
+  padded = np.zeros((spec.cp_size * spec.q_local, spec.cp_size * spec.k_local), np.int32)
+  num_stages = np.zeros(len(padded), np.int32)
+  for rank, stages in enumerate(buffers):
+    for stage, buffer in enumerate(stages):
+      mask = AttentionMask(tables[rank, stage], spec.q_local, len(buffer))
+      rows, places = np.nonzero(mask.to_dense())
+      assert (buffer[places] >= 0).all(), "a slice shows a row that is not in the buffer"
+      np.add.at(padded, (queries[rank][rows], buffer[places]), 1)
+      num_stages[queries[rank][np.unique(rows)]] += 1
+  return padded, num_stages

@@ -74,6 +74,32 @@ def check_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options
   return ours
 
 
+def check_query_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options):
+  """Runs a mask in calls over queries `bounds` each, none of which rounds its results again.
+
+  Each call must leave all other queries as they are, to the last bit.
+  """
+  scale = inputs.q.shape[-1] ** -0.5
+  config = ops.AttentionConfig(scale, softcap, implementation=implementation, **options)
+  q, k, v, sink = inputs.operands
+  sink = jnp.full((1, q.shape[1]), -jnp.inf, np.float32) if sink is None else sink[None]
+
+  @quick_jit
+  def call(slices, running):
+    return ops.forward(config, q[None], k[None], v[None], slices[None], sink, running=running)
+
+  running = None
+  for begin, end in bounds:
+    slices = np.asarray(mask.slices).copy()
+    slices[:, :2] = np.clip(slices[:, :2], begin, end)
+    before, running = running, call(slices, running)
+    if before is not None:
+      for x, y in zip(before[:2], running[:2], strict=True):
+        assert_same_bits(*(jnp.delete(z, np.arange(begin, end), axis=1) for z in (x, y)))
+  results = dict(zip(("out", "lse", "max_logits"), (x[0] for x in running), strict=True))
+  check_results(results, inputs, mask, **({"softcap": softcap} if softcap else {}))
+
+
 def mask_of_weights(columns, padding=0):
   """Tiles of 128 keys and fewer that meet 0 to 20 blocks of `columns` queries, in no order.
 

@@ -21,6 +21,8 @@ from tests.compilation import quick_jit
 from tests.cp_runs import LENGTH, MASKS, make_mesh, on_one_device, run
 from tests.sizes import in_turns, name_of
 
+# Plans that are free to do so then compute each query in one stage.
+MERGING_IS_SLOW = jax_magi.Links(merge_seconds=1.0)
 _SIZES, _DEGREES = (1, 2, 3, 4, 8), (0, 1, 2, 4)
 _COMBINATIONS = list(itertools.product(_SIZES, _DEGREES))
 
@@ -62,6 +64,20 @@ def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
   )
 
 
+@pytest.mark.parametrize(
+  ("overlap_degree", "transport", "ranks_per_node"),
+  in_turns([1, 2, 4], ["two_level", "all_to_all"], [2, 4]),
+)
+def test_queries_in_one_stage_each(overlap_degree, transport, ranks_per_node):
+  _check_all_masks(
+    8,
+    overlap_degree=(overlap_degree,),
+    transport=transport,
+    ranks_per_node=ranks_per_node,
+    links=MERGING_IS_SLOW,
+  )
+
+
 @pytest.mark.parametrize("overlap_degree", in_turns([2, 0, 1, 4], every=4))
 def test_a_ragged_exchange(overlap_degree):
   """On CPUs, which have none, equal blocks take its place; its tables are those of the key."""
@@ -95,7 +111,7 @@ def _check_all_masks(cp_size, *, overlap_degree, transport, **nodes):
   for mask in MASKS.values():
     key = magi_attn_flex_key(mask, capacities=room, **options)
     assert key.capacities == room
-    results = run(inputs, key, mesh, deterministic=overlap_degree == 1)
+    results = run(inputs, key, mesh, deterministic=overlap_degree in (1, (1,)))
     check_results(results, inputs, mask)
 
 
@@ -112,8 +128,11 @@ def test_low_precision(dtype, overlap_degree):
   inputs = make_inputs(
     np.random.default_rng(1), DTYPES[dtype], LENGTH, LENGTH, 4, 2, 32, 32, num_sinks=2
   )
-  key = magi_attn_flex_key(mask, cp_size=4, overlap_degree=overlap_degree)
-  check_results(run(inputs, key, make_mesh(cp=4)), inputs, mask)
+  for degree, links in ((overlap_degree, None), ((overlap_degree,), MERGING_IS_SLOW)):
+    key = magi_attn_flex_key(mask, cp_size=4, overlap_degree=degree, links=links)
+    assert (key.whole_slices is not None) == (links is not None and overlap_degree > 0)
+    results = run(inputs, key, make_mesh(cp=4), keep_remote_kv=links is not None)
+    check_results(results, inputs, mask)
 
 
 def test_stages_are_rounded_once():

@@ -10,8 +10,9 @@ from jax_magi._src.context_parallel.assignment import by_work
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Places, Units
 from jax_magi._src.context_parallel.assignment_pack import document_begins, packed
 from jax_magi._src.context_parallel.assignment_search import _new_rows
+from jax_magi._src.context_parallel.chunks import num_chunks
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.plan import assign_by_area, num_chunks
+from jax_magi._src.context_parallel.plan import assign_by_area
 from tests.test_cp_plan import random_documents
 
 

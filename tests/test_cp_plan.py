@@ -16,6 +16,9 @@ from tests.plan_checks import execute
 
 DISPATCHES = ("area", "zigzag", "contiguous")
 
+# Free plans then compute each query in one stage.
+MERGING_IS_SLOW = jax_magi.Links(merge_seconds=1.0)
+
 
 def _check(key, mask):
   done = execute(key)
@@ -78,16 +81,20 @@ def document_masks(draw):
   dispatch=st.sampled_from(DISPATCHES),
   transport=st.sampled_from(["auto", "all_to_all", "all_gather", "two_level"]),
   nodes=st.integers(1, 4),
+  is_free=st.booleans(),
+  links=st.sampled_from([None, MERGING_IS_SLOW]),
 )
-def test_documents(mask, cp_size, overlap_degree, dispatch, transport, nodes):
+def test_documents(mask, cp_size, overlap_degree, dispatch, transport, nodes, is_free, links):
   key = magi_attn_flex_key(
     mask,
     cp_size=nodes * cp_size,
-    overlap_degree=overlap_degree,
+    overlap_degree=(overlap_degree,) if is_free else overlap_degree,
     dispatch=dispatch,
     transport=transport,
     ranks_per_node=cp_size,
+    links=links,
   )
+  assert key.whole_slices is None or is_free
   done = _check(key, mask)
   stats = key.stats()
   assert stats.area.sum() == mask.area()
@@ -170,6 +177,36 @@ def test_predictions(transport):
   assert kept.forward == slow.forward
   alone = magi_attn_flex_key(mask, cp_size=1).predict()
   assert alone.exposed == 0
+
+
+@pytest.mark.parametrize("transport", ["two_level", "all_to_all"])
+def test_queries_stay_whole_where_merging_is_slow(transport):
+  mask = AttentionMask.from_cu_seqlens(random_documents(1 << 10, 1, median=80), causal=True)
+  options = {"cp_size": 8, "ranks_per_node": 4, "transport": transport, "links": MERGING_IS_SLOW}
+  for degree in (1, 2, 4):
+    whole = magi_attn_flex_key(mask, overlap_degree=(degree,), **options)
+    merged = magi_attn_flex_key(mask, overlap_degree=degree, **options)
+    assert whole.whole_slices is not None and merged.whole_slices is None
+    assert whole.areas(is_forward=True).sum() == whole.areas().sum() == mask.area()
+    assert whole.predict(MERGING_IS_SLOW).forward < merged.predict(MERGING_IS_SLOW).forward
+    # Room for both is that of stages that merge, which any plan has.
+    both = whole.capacities | merged.capacities
+    assert both.whole_rows is None
+    _check(magi_attn_flex_key(mask, capacities=both, **options | {"overlap_degree": degree}), mask)
+    stacked = jax_magi.stack_keys([whole, merged])
+    assert stacked.whole_slices is None
+
+
+def test_the_order_of_steps_is_the_one_that_finishes_first():
+  """Gradients of far keys return while near ones are computed with."""
+  mask = AttentionMask.from_cu_seqlens(random_documents(1 << 19, 0), causal=True)
+  options = {"cp_size": 64, "ranks_per_node": 8, "transport": "two_level"}
+  free = magi_attn_flex_key(mask, overlap_degree=(2,), **options)
+  fixed = jax_magi.key_for_new_mask(free, mask, overlap_degree=2, transport="two_level")
+  assert free.capacities.orders[1].stages == (2, 1)
+  assert free.predict().total < 0.98 * fixed.predict().total
+  again = jax_magi.key_for_new_mask(free, mask, transport="two_level")
+  assert again.spec == free.spec
 
 
 def test_the_degree_follows_the_links():
@@ -301,7 +338,7 @@ BAD = {
   "chunk_size must be positive": {"chunk_size": 0},
   "at least a chunk for each rank": {"chunk_size": 100},
   "overlap_degree must lie in": {"overlap_degree": -1},
-  "overlap_degree must be a number or 'auto'": {"overlap_degree": "most"},
+  "overlap_degree must be numbers or 'auto'": {"overlap_degree": "most"},
   "dispatch must be one of": {"dispatch": "striped"},
   "equally many chunks": {"dispatch": [0, 0, 0, 1]},
   "total_seqlen is 70": {"total_seqlen": 70},

@@ -12,6 +12,7 @@ import jax_magi
 from jax_magi import AttentionMask, overlap
 from jax_magi._src.context_parallel.schedule import (
   num_parts_of,
+  orders_of,
   part_of_rows,
   slices_of_keys,
   slices_of_queries,
@@ -27,12 +28,20 @@ from tests.sizes import in_turns
   "num_hops", [[1], [1, 1], [1, 1, 1, 1], [2], [1, 2], [1, 2, 2], [1, 2, 2, 2, 2]], ids=str
 )
 def test_a_backward_pass_does_everything_once_and_in_time(num_hops, is_fetching):
+  orders = orders_of(num_hops, is_backward=True)
+  assert len(set(orders)) == len(orders) > 1
+  for order in orders:
+    _check_backward(num_hops, steps_of(num_hops, order, is_fetching=is_fetching, is_backward=True))
   steps = steps_of(num_hops, is_fetching=is_fetching, is_backward=True)
+  assert all(step.stage >= 0 for step in steps)  # Each transfer has a kernel to hide behind.
+
+
+def _check_backward(num_hops, steps):
   everything = {(stage, hop) for stage, count in enumerate(num_hops, 1) for hop in range(count)}
-  fetched = set() if is_fetching else set(everything)
+  fetched = set() if any(step.casts for step in steps) else set(everything)
   returned, computed = [], []
   for step in steps:
-    if step.stage:
+    if step.stage > 0:
       assert {(step.stage, hop) for hop in range(num_hops[step.stage - 1])} <= fetched
     for stage, hop in step.reduces:
       assert computed.count(stage) == num_parts_of(steps, stage)  # All of its gradients.
@@ -44,8 +53,9 @@ def test_a_backward_pass_does_everything_once_and_in_time(num_hops, is_fetching)
     assert len(set(lanes)) == len(lanes)
     fetched.update(step.casts)
     returned += step.reduces
-    computed.append(step.stage)
-    assert step.part == computed.count(step.stage) - 1
+    if step.stage >= 0:
+      computed.append(step.stage)
+      assert step.part == computed.count(step.stage) - 1
   assert sorted(returned) == sorted(everything)
   assert fetched == everything
   assert set(computed) == set(range(len(num_hops) + 1))
@@ -53,17 +63,28 @@ def test_a_backward_pass_does_everything_once_and_in_time(num_hops, is_fetching)
 
 @pytest.mark.parametrize("num_hops", [[], [1], [1, 1, 1], [2], [1, 2, 2]], ids=str)
 def test_a_forward_pass_fetches_everything_in_time(num_hops):
+  default, *others = orders_of(num_hops, is_backward=False)
+  # Keys of its own are computed in two parts where a first transfer has two hops.
+  own = [0] * (1 + (num_hops == [2]))
+  assert _check_forward(num_hops, steps_of(num_hops)) == own + list(range(1, len(num_hops) + 1))
+  assert steps_of(num_hops, default) == steps_of(num_hops)
+  for order in others:
+    assert set(_check_forward(num_hops, steps_of(num_hops, order))) == set(range(len(num_hops) + 1))
+
+
+def _check_forward(num_hops, steps):
+  """The stages of all kernels in order."""
   fetched = set()
   computed = []
-  for step in steps_of(num_hops):
-    if step.stage:
+  for step in steps:
+    if step.stage > 0:
       assert {(step.stage, hop) for hop in range(num_hops[step.stage - 1])} <= fetched
     assert not step.reduces
     fetched.update(step.casts)
-    computed.append(step.stage)
+    if step.stage >= 0:
+      computed.append(step.stage)
   assert len(fetched) == sum(num_hops)
-  # Keys of its own are computed in two parts where a first transfer has two hops.
-  assert computed == [0] * (1 + (num_hops == [2])) + list(range(1, len(num_hops) + 1))
+  return computed
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 127, 255, 256, 1000, 8192])

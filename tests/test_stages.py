@@ -21,6 +21,7 @@ from tests.random_masks import random_mask
 from tests.sizes import in_turns
 from tests.stages import (
   backward_stages,
+  check_query_stages,
   check_stages,
   check_untouched,
   forward_stages,
@@ -51,6 +52,26 @@ def test_random_mask(implementation, dtype, bounds, seed, sink):
   mask = random_mask(rng, 130, 150)
   inputs = make_inputs(rng, DTYPES[dtype], 130, 150, 4, 2, 32, 24, 0 if sink else None)
   check_stages(inputs, mask, bounds, implementation)
+
+
+@pytest.mark.parametrize(
+  ("implementation", "dtype"), in_turns(_IMPLEMENTATIONS, ["bf16", "f16", "f32"]), ids=str
+)
+@pytest.mark.parametrize("sink", [None, 0], ids=["no sink", "sink"])
+def test_queries_in_one_call_each(implementation, dtype, sink):
+  for seed in range(4):
+    rng = np.random.default_rng(seed)
+    inputs = make_inputs(rng, DTYPES[dtype], 130, 150, 4, 2, 32, 24, sink)
+    bounds = ((70, 130), (0, 3), (5, 70))
+    mask = random_mask(rng, 130, 150).crop(0, 130, 0, 150)
+    check_query_stages(inputs, _without_queries(mask, 3, 5), bounds, implementation)
+
+
+def _without_queries(mask, begin, end):
+  parts = [mask.slices.copy() for _ in range(2)]
+  parts[0][:, :2] = np.minimum(parts[0][:, :2], begin)
+  parts[1][:, :2] = np.maximum(parts[1][:, :2], end)
+  return AttentionMask(np.concatenate(parts), mask.q_len, mask.k_len)
 
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)

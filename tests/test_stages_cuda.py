@@ -19,6 +19,7 @@ from tests.needs import forward_in_clusters
 from tests.random_masks import random_mask
 from tests.stages import (
   backward_stages,
+  check_query_stages,
   check_stages,
   check_untouched,
   forward_stages,
@@ -59,6 +60,27 @@ def test_random_bounds(heads, head_dim, seed):
   mask = random_mask(rng, q_len, k_len)
   inputs = make_inputs(rng, DTYPES["bf16"], q_len, k_len, *heads, head_dim, head_dim, 0)
   check_stages(inputs, mask, random_bounds(rng, k_len), "cuda")
+
+
+@pytest.mark.parametrize("dims", _DIMS, ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("sink", [None, 0], ids=["no sink", "sink"])
+def test_queries_in_one_call_each(dims, dtype, sink):
+  for seed in range(4):
+    rng = np.random.default_rng(seed)
+    inputs = make_inputs(rng, DTYPES[dtype], 700, 330, 6, 2, *dims, sink)
+    bounds = ((300, 700), (0, 128), (128, 131), (131, 300))
+    softcap = 2.0 if seed == 0 else 0.0
+    check_query_stages(inputs, random_mask(rng, 700, 330), bounds, "cuda", softcap=softcap)
+
+
+@pytest.mark.parametrize("sm_margin", [0, 124])
+def test_queries_in_one_call_each_in_clusters_and_parts(sm_margin):
+  with forward_in_clusters():
+    inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 320, 3001, 6, 1, 128, 128, 0)
+    mask = AttentionMask.causal(320, 3001)
+    bounds = ((130, 320), (0, 100), (100, 130))
+    check_query_stages(inputs, mask, bounds, "cuda", sm_margin=sm_margin)
 
 
 @pytest.mark.parametrize("dims", _DIMS, ids=str)

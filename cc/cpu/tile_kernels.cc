@@ -135,9 +135,14 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
     state.sum[row] = state.max[row] == -kInf ? 0.0f : 1.0f;
     state.max_logit[row] = -kInf;
   }
-  if (args.running_out != nullptr) {
-    LoadRows(args.running_out + first_row * value_dim, shape.num_q_heads * value_dim, num_rows,
-             value_dim, kTile, 1.0f, acc, value_pad);
+  const auto load_running = [&](const auto* out) {
+    LoadRows(out + first_row * value_dim, shape.num_q_heads * value_dim, num_rows, value_dim, kTile,
+             1.0f, acc, value_pad);
+  };
+  if (args.running_out != nullptr && args.running_dtype == DType::kF32) {
+    load_running(static_cast<const float*>(args.running_out));
+  } else if (args.running_out != nullptr) {
+    load_running(static_cast<const T*>(args.running_out));
   } else {
     std::memset(acc, 0, sizeof(float) * kTile * value_pad);
   }

@@ -68,7 +68,7 @@ ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
 }
 
 // Checks that what a call goes on with lies in the memory of its results: all but those that it
-// rounds.
+// rounds from float32.
 ffi::Error CheckRunning(const char* context, ffi::RemainingArgs running,
                         std::initializer_list<NamedBuffer> results) {
   if (running.size() != results.size()) {
@@ -80,8 +80,9 @@ ffi::Error CheckRunning(const char* context, ffi::RemainingArgs running,
   for (const NamedBuffer& result : results) {
     const auto buffer = running.get<ffi::AnyBuffer>(i++);
     if (buffer.has_error()) return buffer.error();
-    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {result.name, *buffer}, {ffi::F32}));
-    if (result.buffer.element_type() == ffi::F32 && result.buffer.element_count() > 0 &&
+    const auto dtype = result.buffer.element_type();
+    JAX_MAGI_RETURN_IF_ERROR(CheckDType(context, {result.name, *buffer}, {ffi::F32, dtype}));
+    if (buffer->element_type() == dtype && result.buffer.element_count() > 0 &&
         buffer->untyped_data() != result.buffer.untyped_data()) {
       return Invalid(context, result.name, "must share the memory of the running result");
     }
@@ -168,7 +169,9 @@ ffi::Error DecodeForward(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
     JAX_MAGI_RETURN_IF_ERROR(
         CheckRunning(context, running, {{"out", out}, {"lse", lse}, {"max_logits", max_logits}}));
     JAX_MAGI_RETURN_IF_ERROR(CheckNoTerms(context, *args));
-    args->running_out = static_cast<const float*>(running.get<ffi::AnyBuffer>(0)->untyped_data());
+    const auto running_out = running.get<ffi::AnyBuffer>(0);
+    args->running_out = running_out->untyped_data();
+    args->running_dtype = ToDType(running_out->element_type());
   }
   args->params = {softmax_scale, softcap};
   args->out_dtype = ToDType(out.element_type());

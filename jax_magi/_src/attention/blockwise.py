@@ -239,7 +239,7 @@ def _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype)
     start = (
       lse,
       (lse != -jnp.inf).astype(np.float32),
-      out,
+      out.astype(np.float32),
       vary_like(jnp.full(heads, -jnp.inf, np.float32), q),
     )
     xs = (_begins(k_blocks), k_blocks, v_blocks)

@@ -128,10 +128,11 @@ def forward(
       dtype or float32; None is none.
     alibi_slopes: float32 `[batch, num_q_heads]`; each times (key - query) is added, too.
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
-    running: the results of calls over other keys of the same queries, with a float32 `out`. Those
-      of this call are merged with them, in their memory where nothing else uses it; a tile of
-      queries that sees none of these keys costs nothing. Omit `out_dtype` in the
-      last such call: it rounds the result. Only the first call uses the sink. Terms are not
+    running: the results of calls over other keys, in whose memory this call works where nothing
+      else uses it. A tile of queries that sees none of these keys costs nothing. With a float32
+      `out`, results are merged; omit `out_dtype` in the last such call, which rounds them. Only the
+      first call uses the sink. With a 16-bit `out`, each query must see keys in one of the calls
+      only: it is computed there, with the sink, and left as it is by the others. Terms are not
       supported here.
 
   Returns:
@@ -142,7 +143,7 @@ def forward(
   terms = _given(bias=bias, alibi_slopes=alibi_slopes)
   if running is not None:
     assert not terms, "terms and running results are not taken together"
-    assert running[0].dtype == np.float32, running[0].dtype
+    assert running[0].dtype in (np.float32, dtype), running[0].dtype
     terms = dict(zip(_RUNNING, running, strict=True))
   mask = MaskOperand.of(slices)
   operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink}

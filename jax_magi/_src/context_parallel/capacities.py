@@ -9,6 +9,7 @@ import numpy as np
 from jax_magi._src.arguments import check_length
 from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
 from jax_magi._src.context_parallel.routes import is_near_first, levels_of
+from jax_magi._src.context_parallel.schedule import Order
 
 # How rows may travel; "auto" is one of the first three.
 TRANSPORTS = ("all_to_all", "all_gather", "two_level", "ragged")
@@ -29,6 +30,9 @@ class Capacities:
     runs: ranges of neighbouring rows in them, and in what a rank sends.
     hops: for each transfer, the collectives that it is made of, with their rows.
     overlap_degree: into how many stages with a transfer keys of other ranks are split; 0 is none.
+    whole_rows: for each transfer, rows of keys of the forward stage after it, where each query is
+      computed in one stage, after its last keys came. None: results of stages are merged.
+    orders: of the steps of the forward and of the backward pass; None are the default ones.
   """
 
   slices: int
@@ -36,11 +40,13 @@ class Capacities:
   runs: int
   hops: tuple[tuple[Hop, ...], ...]
   overlap_degree: int
+  whole_rows: tuple[int, ...] | None = None
+  orders: tuple[Order | None, Order | None] = (None, None)
 
   def __post_init__(self):
     for name in ("slices", "runs", "overlap_degree"):
       check_length(name, getattr(self, name))
-    for rows in self.rows:
+    for rows in (*self.rows, *(self.whole_rows or ())):
       check_length("rows", rows)
     if not all(isinstance(hop, Hop) for hops in self.hops for hop in hops):
       raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
@@ -61,7 +67,14 @@ class Capacities:
         for mine, theirs in zip(self.hops, other.hops, strict=True)
       ),
       self.overlap_degree,
+      # Stages that merge take any mask.
+      _largest(self.whole_rows, other.whole_rows),
+      self.orders,
     )
+
+
+def _largest(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int, ...] | None:
+  return None if a is None or b is None else tuple(map(max, a, b))
 
 
 def _levels(hops: tuple[Hop, ...]) -> list[tuple[str, bool]]:
@@ -147,20 +160,24 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
     rows = tuple(map(_round_up_to_part, hop.rows, parts))
     return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
 
-  return Capacities(
-    _round_up(max(needed.slices, floor)),
-    tuple(min(_round_up(max(rows, 1)), limit) for rows in needed.rows),
-    _round_up(max(needed.runs, floor)),
-    tuple(tuple(map(hop, hops)) for hops in needed.hops),
-    needed.overlap_degree,
+  def buffers(rows: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(_round_up(max(count, 1)), limit) for count in rows)
+
+  return dataclasses.replace(
+    needed,
+    slices=_round_up(max(needed.slices, floor)),
+    rows=buffers(needed.rows),
+    whole_rows=None if needed.whole_rows is None else buffers(needed.whole_rows),
+    runs=_round_up(max(needed.runs, floor)),
+    hops=tuple(tuple(map(hop, hops)) for hops in needed.hops),
   )
 
 
 def check_room(needed: Capacities, have: Capacities) -> None:
   """Raises where a mask needs more than there is room for."""
-  for name in ("slices", "runs", "rows"):
+  for name in ("slices", "runs", "rows", "whole_rows"):
     need, room = getattr(needed, name), getattr(have, name)
-    if np.any(np.array(need) > np.array(room)):
+    if need is not None and np.any(np.array(need) > np.array(room)):
       raise ValueError(f"capacities.{name} must be at least {need} for this mask, got {room}")
   for t, (hops, room) in enumerate(zip(needed.hops, have.hops, strict=True)):
     for need, hop in zip(hops, room, strict=True):

@@ -39,6 +39,7 @@ class Transfer:
     send_runs: for each hop, as in the key, of this rank and transfer; so the next two.
     take_runs: see above.
     pairs: see above.
+    whole_runs: see above; None where the key has none.
   """
 
   spec: KeySpec
@@ -47,6 +48,7 @@ class Transfer:
   send_runs: tuple[Any, ...]
   take_runs: Any
   pairs: tuple[Any, ...]
+  whole_runs: Any = None
 
   @property
   def hops(self) -> tuple[Hop, ...]:
@@ -76,14 +78,30 @@ class Transfer:
       return parts[0][sent]
     return _rows_of(self._sources(hop, parts), self._send_index(hop))
 
-  def move(self, hop: int, sent: Any) -> Any:
-    """The communication of a hop, and nothing else."""
-    with self._scope(hop):
+  def move(self, hop: int, sent: Any, *, is_exposed: bool = False) -> Any:
+    """The communication of a hop, and nothing else; exposed where no kernel runs beside it."""
+    with self._scope(hop, is_exposed):
       return move(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
   def unpacked(self, parts: Sequence[Any]) -> Any:
     """A stage's buffer, of what arrived and, where there are no stages, of the rank's own rows."""
     return _rows_of(self._stage_sources(parts), self._take_index)
+
+  def unpacked_whole(self, parts: Sequence[Sequence[Any]]) -> Any:
+    """The buffer of a forward stage that computes whole queries.
+
+    Args:
+      parts: the rank's own rows and what arrived, of each transfer up to this one.
+    """
+    begins = np.cumsum([0, self.spec.k_local])
+    for hops in self.spec.capacities.hops[: self.number + 1]:
+      for hop in hops:
+        blocks = block_begins(hop, self.spec.ranks)
+        begins = np.concatenate([begins, begins[-1] + blocks[1:]])
+    assert self.spec.capacities.whole_rows is not None
+    length = self.spec.capacities.whole_rows[self.number]
+    sources = [parts[0][0], *(rows for arrived in parts for rows in arrived[1:])]
+    return _rows_of(sources, _expanded(self.whole_runs, np.array([0]), begins[:-1], length))
 
   # --- the steps of a reduce ---
 
@@ -106,9 +124,9 @@ class Transfer:
     """What a rank sends back in a hop: the gradients of what it brought, in the wire's dtype."""
     return parts[-1].astype(dtype)
 
-  def move_back(self, hop: int, sent: Any) -> Any:
+  def move_back(self, hop: int, sent: Any, *, is_exposed: bool = False) -> Any:
     """The communication of a hop, backwards."""
-    with self._scope(hop):
+    with self._scope(hop, is_exposed):
       return move_back(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
   def added(self, hop: int, parts: Sequence[Any], back: Any, deterministic: bool) -> tuple:
@@ -152,8 +170,9 @@ class Transfer:
 
     return lax.fori_loop(0, len(begins) - 1, add, total)
 
-  def _scope(self, hop: int) -> Any:
-    return exchange_scope(self.hops[hop].kind, is_single=not self.spec.overlap_degree)
+  def _scope(self, hop: int, is_exposed: bool) -> Any:
+    is_single = is_exposed or not self.spec.overlap_degree
+    return exchange_scope(self.hops[hop].kind, is_single=is_single)
 
   # --- where rows are ---
 
@@ -200,7 +219,10 @@ def transfers_of(key: DistAttnKey, axis_name: str) -> list[Transfer]:
     at = [levels.index(hop.level) for hop in hops]
     send_runs = tuple(key.send_runs[level][0, t] for level in at)
     pairs = tuple(key.pairs[level][0, t] for level in at)
-    found.append(Transfer(key.spec, axis_name, t, send_runs, key.take_runs[0, t], pairs))
+    whole_runs = None if key.whole_runs is None else key.whole_runs[0, t]
+    found.append(
+      Transfer(key.spec, axis_name, t, send_runs, key.take_runs[0, t], pairs, whole_runs)
+    )
   return found
 
 

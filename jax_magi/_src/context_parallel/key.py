@@ -10,9 +10,10 @@ import numpy as np
 
 from jax_magi._src.arguments import concrete
 from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check_room, rounded
+from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import Ranks
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.plan import Dispatch, Plan, to_table
+from jax_magi._src.context_parallel.plan import Plan, to_table
 from jax_magi._src.context_parallel.plot import plot_plan
 from jax_magi._src.context_parallel.predict import Prediction, predict, stage_seconds
 from jax_magi._src.context_parallel.routes import NOWHERE
@@ -38,6 +39,10 @@ class DistAttnKey:
     take_runs: int32 `[cp_size, transfers, runs, 4]`: the same for a stage's buffer.
     pairs: for each level, int32 `[cp_size, transfers, 2, group size]`: rows sent to each rank of
       the group, and received from each.
+    whole_slices: like `slices`, for a forward pass that computes each query in one stage; None
+      where stages merge their results.
+    whole_runs: int32 `[cp_size, transfers, runs, 4]`: like `take_runs`, for the buffers of these
+      stages, where the blocks of earlier transfers come before those of the transfer; or None.
     spec: lengths and capacities (static).
   """
 
@@ -47,6 +52,8 @@ class DistAttnKey:
   send_runs: tuple[Any, ...]
   take_runs: Any
   pairs: tuple[Any, ...]
+  whole_slices: Any
+  whole_runs: Any
   spec: KeySpec = dataclasses.field(metadata={"static": True})
 
   @property
@@ -58,9 +65,15 @@ class DistAttnKey:
     """Work and rows of each rank: see `PlanStats`. The key must be concrete."""
     return stats_of(self.spec, self.areas(), self.slices, self.take_runs, self.pairs)
 
-  def areas(self) -> np.ndarray:
-    """int64 `[cp_size, stages]`: visible pairs. The key must be concrete."""
-    slices, count = concrete(self.slices), self.spec.cp_size
+  def areas(self, *, is_forward: bool = False) -> np.ndarray:
+    """int64 `[cp_size, stages]`: visible pairs. The key must be concrete.
+
+    Args:
+      is_forward: whether the stages are those of the forward pass, which differ from those of the
+        backward pass where each query is computed in one stage.
+    """
+    tables = self.whole_slices if is_forward and self.whole_slices is not None else self.slices
+    slices, count = concrete(tables), self.spec.cp_size
     if slices is None or slices.ndim != 4 or slices.shape[0] != count:
       raise ValueError(f"stats needs one concrete key of all {count} ranks, got {self}")
     return area_of(slices).sum(axis=2)
@@ -73,14 +86,16 @@ class DistAttnKey:
       keep_remote_kv: as in `calc_attn`.
     """
     links = links or Links()
-    seconds = stage_seconds(self.areas(), links)
     spec = self.spec
+    areas = self.areas(is_forward=True), self.areas()
+    is_merged = bool(spec.overlap_degree) and self.whole_slices is None
     return predict(
       spec.capacities.hops,
       spec.ranks,
       spec.overlap_degree,
-      seconds,
+      stage_seconds(*areas, links, is_merged=is_merged),
       links,
+      spec.capacities.orders,
       keep_remote_kv=keep_remote_kv,
     )
 
@@ -123,8 +138,6 @@ def make_key(
   if capacities is None:
     capacities = rounded(needed, queries.num_chunks // n, keys.local_length, n)
   check_room(needed, capacities)
-  slice_group, slices = plan.slices
-  table = to_table(slice_group, slices, n * plan.num_stages, capacities.slices, 0)
   spec = KeySpec(
     queries.length,
     keys.length,
@@ -139,19 +152,26 @@ def make_key(
     capacities,
   )
 
+  def slice_table(slices):
+    table = to_table(*slices, n * plan.num_stages, capacities.slices, 0)
+    return table.reshape(n, plan.num_stages, capacities.slices, 6)
+
   def run_table(runs):
     return _run_table(runs, n * num_transfers, capacities.runs).reshape(n, num_transfers, -1, 4)
 
+  whole = plan.whole
   return DistAttnKey(
     queries.chunks,
     keys.chunks,
-    table.reshape(n, plan.num_stages, capacities.slices, 6),
+    slice_table(plan.slices),
     tuple(map(run_table, plan.send_runs)),
     run_table(plan.take_runs),
     tuple(
       _pair_table(size, level, plan.ranks)
       for level, size in zip(spec.levels, plan.sizes, strict=True)
     ),
+    None if whole is None else slice_table(whole.slices),
+    None if whole is None else run_table(whole.take_runs),
     spec,
   )
 
@@ -162,11 +182,21 @@ def _needed_capacities(plan: Plan) -> Capacities:
   def most(group, count):
     return int(np.bincount(group, minlength=count).max(initial=0))
 
-  tables = (plan.take_runs, *plan.send_runs)
-  runs = max(most(group, n * plan.num_transfers) for group, _ in tables) + 1
-  rows = tuple(plan.num_rows.max(axis=0, initial=0).tolist())
-  slices = most(plan.slices[0], n * plan.num_stages)
-  return Capacities(slices, rows, runs, plan.hops, plan.overlap_degree)
+  def most_rows(num_rows):
+    return tuple(num_rows.max(axis=0, initial=0).tolist())
+
+  whole = plan.whole
+  run_tables = [plan.take_runs, *plan.send_runs, *([] if whole is None else [whole.take_runs])]
+  slice_tables = [plan.slices, *([] if whole is None else [whole.slices])]
+  return Capacities(
+    slices=max(most(group, n * plan.num_stages) for group, _ in slice_tables),
+    rows=most_rows(plan.num_rows),
+    runs=max(most(group, n * plan.num_transfers) for group, _ in run_tables) + 1,
+    hops=plan.hops,
+    overlap_degree=plan.overlap_degree,
+    whole_rows=None if whole is None else most_rows(whole.num_rows),
+    orders=plan.orders,
+  )
 
 
 def _run_table(runs, num_groups: int, capacity: int) -> np.ndarray:
@@ -207,7 +237,11 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
       f"the key has {have}, but its rows would travel in another way with {capacities}: make it "
       "anew, with capacities="
     )
-  if (have | capacities) != capacities:
+  if have.whole_rows is not None and capacities.whole_rows is None:
+    # Each table of merging stages is there, too: the backward pass uses them.
+    have = dataclasses.replace(have, whole_rows=None)
+    key = dataclasses.replace(key, whole_slices=None, whole_runs=None)
+  if dataclasses.replace(have | capacities, orders=capacities.orders) != capacities:
     raise ValueError(f"the key has {have}, which {capacities} has no room for")
 
   def fill(table, capacity, value):
@@ -225,5 +259,7 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
     slices=fill(key.slices, capacities.slices, 0),
     send_runs=tuple(map(fill_runs, key.send_runs)),
     take_runs=fill_runs(key.take_runs),
+    whole_slices=None if key.whole_slices is None else fill(key.whole_slices, capacities.slices, 0),
+    whole_runs=None if key.whole_runs is None else fill_runs(key.whole_runs),
     spec=dataclasses.replace(key.spec, capacities=capacities),
   )

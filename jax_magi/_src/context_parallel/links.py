@@ -24,6 +24,8 @@ class Links:
     grad_row_bytes: of their gradients.
     pair_seconds: of a query and a key that it sees, all heads, forward and backward.
     stage_seconds: what each call of a kernel adds, forward and backward: its launch and last tiles.
+    merge_seconds: what each call of the forward kernel adds where its results are merged with those
+      of other calls, instead of computing each query in one call.
   """
 
   near: float = 450e9
@@ -32,7 +34,8 @@ class Links:
   row_bytes: int = 4096
   grad_row_bytes: int = 8192
   pair_seconds: float = 86016 / 550e12
-  stage_seconds: tuple[float, float] = (0.15e-3, 0.2e-3)
+  stage_seconds: tuple[float, float] = (0.05e-3, 0.2e-3)
+  merge_seconds: float = 0.1e-3
 
   @property
   def near_row(self) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +12,12 @@ import numpy as np
 from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
 from jax_magi._src.context_parallel import assignment
 from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities
+from jax_magi._src.context_parallel.chunks import Dispatch, num_chunks
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import DistAttnKey, check_key, make_key
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.plan import (
-  Dispatch,
-  Plan,
-  assign_by_area,
-  make_plan,
-  num_chunks,
-)
-from jax_magi._src.context_parallel.predict import predict, stage_seconds
+from jax_magi._src.context_parallel.plan import Plan, assign_by_area, make_plan
+from jax_magi._src.context_parallel.predict import best_orders, predict, stage_seconds
 from jax_magi._src.context_parallel.routes import levels_of
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import area_of
@@ -42,7 +39,7 @@ def magi_attn_flex_key(
   total_seqlen_k: int | None = None,
   cp_size: int,
   chunk_size: int | None = None,
-  overlap_degree: int | str = 1,
+  overlap_degree: int | str | Sequence[int] = 1,
   dispatch: Any = "area",
   cross_attention: bool | None = None,
   capacities: Capacities | None = None,
@@ -63,8 +60,11 @@ def magi_attn_flex_key(
     chunk_size: tokens that stay together; None is a power of two that gives each rank 32 chunks or
       more, of 128 tokens or more where the sequence is long enough.
     overlap_degree: into how many transfers, each with a call of the kernel, the keys of other ranks
-      are split; the call over a rank's own keys needs none. 0 is one transfer and one call. "auto"
-      is the one that is predicted to finish first.
+      are split; the call over a rank's own keys needs none. 0 is one transfer and one call. Several
+      numbers, or "auto", which is (0, 1, 2, 4), let the planner choose the one that is predicted to
+      finish first. It then also chooses the order of kernels and transfers, and whether the forward
+      pass merges stages or computes each query in one stage. With a single number all masks have
+      the same order, and so fewer compiled programs.
     dispatch: who gets which chunk. "area": even work, few rows to move. "zigzag": the i-th block
       from the front and from the back. "contiguous": in order, so that the function `dispatch` only
       pads. Or int `[num_chunks]`, the rank of each chunk, equally many for each.
@@ -145,7 +145,7 @@ def key_for_new_mask(
   k_ranges: Any = None,
   attn_type_map: Any = None,
   *,
-  overlap_degree: int | str | None = None,
+  overlap_degree: int | str | Sequence[int] | None = None,
   capacities: Capacities | None = None,
   transport: str = "auto",
   links: Links | None = None,
@@ -157,7 +157,7 @@ def key_for_new_mask(
     q_ranges: as in `magi_attn_flex_key`; so the next two.
     k_ranges: see above.
     attn_type_map: see above.
-    overlap_degree: None is that of `key`.
+    overlap_degree: as in `magi_attn_flex_key`; None is that of `key`, chosen as freely as there.
     capacities: as in `magi_attn_flex_key`; so the next two.
     transport: see above.
     links: see above.
@@ -174,7 +174,10 @@ def key_for_new_mask(
   keys = queries
   if spec.is_cross:
     keys = _dispatch_of(key.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
-  degree = spec.overlap_degree if overlap_degree is None else overlap_degree
+  degree: Any = overlap_degree
+  if overlap_degree is None:
+    was_free = spec.capacities.orders != (None, None)
+    degree = (spec.overlap_degree,) if was_free else spec.overlap_degree
   sides = [(queries, keys)]
   return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, _check_links(links))
 
@@ -337,29 +340,54 @@ def _plan_key(
     degrees, hops = (capacities.overlap_degree,), capacities.hops
     transport = _transport_of(capacities, transport, ranks)
   slices = np.asarray(mask.slices)
-  if hops is not None:
+  is_free = capacities is None and not isinstance(overlap_degree, (int, np.integer))
+  is_whole, orders = None if is_free else False, None
+  if capacities is not None:
     sides = sides[:1]  # Others may need more room than there is.
-  choices = [
-    (make_plan(slices, queries, keys, degree, ranks, transport, hops, links), queries, keys)
-    for queries, keys in sides
-    for degree in degrees
-  ]
-  plan, queries, keys = min(choices, key=lambda choice: _seconds(choice[0], links))
-  return make_key(plan, queries, keys, capacities)
+    is_whole, orders = capacities.whole_rows is not None, capacities.orders
+  best, key = math.inf, None
+  for queries, keys in sides:
+    for degree in degrees:
+      plan = make_plan(slices, queries, keys, degree, ranks, transport, hops, links, is_whole)
+      plan = plan if orders is None else dataclasses.replace(plan, orders=orders)
+      plan, seconds = _scheduled(plan, links, is_free=is_free)
+      if key is None or seconds < best:
+        best, key = seconds, (plan, queries, keys)
+  assert key is not None
+  return make_key(*key, capacities)
 
 
 def _check_degree(degree: Any) -> tuple[int, ...]:
   """The degrees to choose from."""
   if isinstance(degree, str):
     if degree != "auto":
-      raise ValueError(f"overlap_degree must be a number or 'auto', got {degree!r}")
+      raise ValueError(f"overlap_degree must be numbers or 'auto', got {degree!r}")
     return _DEGREES
+  if isinstance(degree, (tuple, list)):
+    if not degree:
+      raise ValueError("overlap_degree must be at least one number, got none")
+    return tuple(check_length("overlap_degree", one) for one in degree)
   return (check_length("overlap_degree", degree),)
 
 
-def _seconds(plan: Plan, links: Links) -> float:
-  seconds = stage_seconds(plan.areas(), links)
-  return predict(plan.hops, plan.ranks, plan.overlap_degree, seconds, links).total
+def _scheduled(plan: Plan, links: Links, *, is_free: bool) -> tuple[Plan, float]:
+  """The plan, with the best stages and orders if it is free, and when it is predicted to finish."""
+  choices = [plan]
+  if is_free and plan.whole is not None:
+    choices.append(dataclasses.replace(plan, whole=None))
+  best, found = math.inf, plan
+  for choice in choices:
+    areas = plan.areas() if choice.whole is None else choice.whole.areas(), plan.areas()
+    is_merged = choice.whole is None and bool(plan.overlap_degree)
+    kernels = stage_seconds(*areas, links, is_merged=is_merged)
+    if is_free and plan.overlap_degree and plan.ranks.count > 1:
+      orders = best_orders(plan.hops, plan.ranks, kernels, links)
+      choice = dataclasses.replace(choice, orders=orders)
+    arguments = plan.hops, plan.ranks, plan.overlap_degree, kernels, links, choice.orders
+    seconds = predict(*arguments).total
+    if seconds < best:
+      best, found = seconds, choice
+  return found, best
 
 
 def _transport_of(capacities: Capacities, transport: str, ranks: Ranks) -> str:

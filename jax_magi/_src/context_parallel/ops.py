@@ -86,41 +86,52 @@ def _forward(config: RankConfig, q, k, v, key, sink):
     stages[0] = _parted(transfers[0].cast(both), k, v)
   if not key.spec.overlap_degree or key.spec.cp_size == 1:
     transfers = []
-  steps = steps_of([len(transfer.hops) for transfer in transfers])
+  is_whole = bool(transfers) and key.whole_slices is not None
+  tables = key.whole_slices if is_whole else key.slices
+  steps = steps_of([len(transfer.hops) for transfer in transfers], key.spec.capacities.orders[0])
+  last_kernel = [step for step in steps if step.stage >= 0][-1]
 
   def attend(step, running, slices):
     """The results of all steps up to this one; `running` are those of the steps before it."""
     operands = (q, *stages[step.stage], slices, sink)
-    # Results of several calls are rounded by the last one.
-    out_dtype = None if step == steps[-1] else np.float32
+    # Where results of several calls are merged, the last call rounds them.
+    out_dtype = None if is_whole or step == last_kernel else np.float32
     return ops.forward(
       config.forward, *(x[None] for x in operands), out_dtype=out_dtype, running=running
     )
 
   running: Any = None
   parts = [[both] for _ in transfers]  # What each transfer has brought so far.
+  kept = {}  # For the backward pass.
   for step in steps:
-    slices = key.slices[0, step.stage]
+    slices = tables[0, max(step.stage, 0)]
     if (num_parts := num_parts_of(steps, step.stage)) > 1:
       slices = slices_of_queries(slices, *part_of_rows(q.shape[0], step.part, num_parts))
     moves, sent = _casts(step, transfers, parts)
     parts, running, arrived = side_by_side(
       parts,
-      functools.partial(attend, step),
+      functools.partial(attend, step) if step.stage >= 0 else None,
       running,
       slices,
       moves,
       sent,
       with_barrier=config.kernel_barrier,
     )
-    _arrive(step, transfers, parts, arrived, stages, k, v)
+    for stage in _arrive(step, transfers, parts, arrived):
+      transfer = transfers[stage - 1]
+      if is_whole:
+        stages[stage] = _parted(transfer.unpacked_whole(parts[:stage]), k, v)
+      if not is_whole or config.keep_remote_kv:
+        kept[stage] = _parted(transfer.unpacked(parts[stage - 1]), k, v)
+      if not is_whole:
+        stages[stage], parts[stage - 1] = kept[stage], []
   out, lse, max_logits = (x[0] for x in running)
   if config.reduces_max_logits:
     max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
     # XLA has one collective in flight. Unless this one is over before the next begins, it may be
     # the one that a kernel hides, and a transfer of keys not.
     out, _ = lax.optimization_barrier((out, max_logits))
-  return (out, lse, max_logits), stages
+  return (out, lse, max_logits), {0: stages[0], **kept}
 
 
 def _casts(step, transfers, parts):
@@ -128,19 +139,19 @@ def _casts(step, transfers, parts):
   moves, sent = [], []
   for stage, hop in step.casts:
     transfer = transfers[stage - 1]
-    moves.append(functools.partial(transfer.move, hop))
+    moves.append(functools.partial(transfer.move, hop, is_exposed=step.stage < 0))
     sent.append(transfer.packed(hop, parts[stage - 1]))
   return moves, sent
 
 
-def _arrive(step, transfers, parts, arrived, stages, k, v):
-  """Puts what a step brought where it belongs, and into `stages` where all of one is there."""
+def _arrive(step, transfers, parts, arrived):
+  """Adds what a step brought to `parts`, and returns the stages all of whose keys are there."""
+  stages = []
   for (stage, hop), rows in zip(step.casts, arrived, strict=False):
-    transfer = transfers[stage - 1]
     parts[stage - 1].append(rows)
-    if hop == len(transfer.hops) - 1:
-      stages[stage] = _parted(transfer.unpacked(parts[stage - 1]), k, v)
-      parts[stage - 1] = []
+    if hop == len(transfers[stage - 1].hops) - 1:
+      stages.append(stage)
+  return stages
 
 
 def _rank_attention_fwd(config: RankConfig, q, k, v, key, sink):
@@ -187,9 +198,9 @@ def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept
   """The sum of dq, and dk and dv as one array of rows; the steps of `steps_of` tell the order."""
   both = _joined(k, v)
   stages: dict[int, tuple[Any, Any]] = dict(kept or {0: (k, v)})
-  steps = steps_of(
-    [len(transfer.hops) for transfer in transfers], is_fetching=not kept, is_backward=True
-  )
+  counts = [len(transfer.hops) for transfer in transfers]
+  _, order = key.spec.capacities.orders
+  steps = steps_of(counts, order, is_fetching=not kept, is_backward=True)
   # By transfer, what it has brought so far; and gradients of that, until they are home.
   parts: list[Any] = [[both] for _ in transfers]
   back: list[Any] = [None for _ in transfers]
@@ -198,23 +209,24 @@ def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept
   gradients: dict[int, list[Any]] = {}
   dk_dv = None
   for step in steps:
-    stage_k, stage_v = stages[step.stage]
-    num_parts = num_parts_of(steps, step.stage)
-    begin, end = part_of_rows(stage_k.shape[0], step.part, num_parts)
-    kernel = functools.partial(
-      _stage_backward, config, queries, stage_k[begin:end], stage_v[begin:end]
-    )
-    slices = key.slices[0, step.stage]
-    if num_parts > 1:
-      slices = slices_of_keys(slices, begin, end)
+    kernel, slices = None, key.slices[0, max(step.stage, 0)]
+    if step.stage >= 0:
+      stage_k, stage_v = stages[step.stage]
+      num_parts = num_parts_of(steps, step.stage)
+      begin, end = part_of_rows(stage_k.shape[0], step.part, num_parts)
+      kernel = functools.partial(
+        _stage_backward, config, queries, stage_k[begin:end], stage_v[begin:end]
+      )
+      if num_parts > 1:
+        slices = slices_of_keys(slices, begin, end)
     moves, sent = _casts(step, transfers, parts)
     for stage, hop in step.reduces:
       transfer = transfers[stage - 1]
       if back[stage - 1] is None:
         back[stage - 1] = transfer.parted(jnp.concatenate(gradients.pop(stage)))
-      moves.append(functools.partial(transfer.move_back, hop))
+      moves.append(functools.partial(transfer.move_back, hop, is_exposed=step.stage < 0))
       sent.append(transfer.packed_back(back[stage - 1], config.remote_grad_dtype))
-    (gradients, dk_dv, parts, back), (dq, gradient), arrived = side_by_side(
+    (gradients, dk_dv, parts, back), results, arrived = side_by_side(
       (gradients, dk_dv, parts, back),
       kernel,
       dq,
@@ -223,13 +235,19 @@ def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept
       sent,
       with_barrier=config.kernel_barrier,
     )
-    _arrive(step, transfers, parts, arrived, stages, k, v)
+    for stage in _arrive(step, transfers, parts, arrived):
+      stages[stage] = _parted(transfers[stage - 1].unpacked(parts[stage - 1]), k, v)
+      parts[stage - 1] = []
     for (stage, hop), rows in zip(step.reduces, arrived[len(step.casts) :], strict=True):
       transfer = transfers[stage - 1]
       summed = transfer.added(hop, back[stage - 1], rows, config.backward.deterministic)
       back[stage - 1] = None if hop == 0 else summed
       dk_dv = _sum(dk_dv, summed[0]) if hop == 0 else dk_dv
-    gradients[step.stage] = [*gradients.get(step.stage, []), gradient]
+    if kernel is None:
+      dq = results
+    else:
+      dq, gradient = results
+      gradients[step.stage] = [*gradients.get(step.stage, []), gradient]
   return dq, _sum(dk_dv, jnp.concatenate(gradients[0]))
 
 

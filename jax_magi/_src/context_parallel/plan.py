@@ -7,24 +7,24 @@ process asks another one, and all find the same plan.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 
 from jax_magi._src.context_parallel import assignment
 from jax_magi._src.context_parallel.assignment_pack import document_begins
+from jax_magi._src.context_parallel.chunks import Dispatch, num_chunks
 from jax_magi._src.context_parallel.hops import Hop, Ranks
-from jax_magi._src.context_parallel.intervals import (
-  cut,
-  exploded,
-  joined,
-  overlapping,
-  starts_within,
-  union,
-)
+from jax_magi._src.context_parallel.intervals import exploded, starts_within
 from jax_magi._src.context_parallel.legs import Rows
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.local_slices import key_ranges, merged, moved
+from jax_magi._src.context_parallel.local_slices import key_ranges
+from jax_magi._src.context_parallel.pieces import (
+  cut_by_chunks,
+  needed_rows,
+  own_rows,
+  pieces_of,
+  stage_slices,
+)
 from jax_magi._src.context_parallel.routes import (
   NEARLY_ALL,
   Runs,
@@ -35,54 +35,9 @@ from jax_magi._src.context_parallel.routes import (
   runs_of,
   with_transfers,
 )
-from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Dispatch:
-  """One axis of the mask over ranks: chunks of `chunk_size` tokens, and the rank of each.
-
-  A rank holds its chunks in ascending order.
-  """
-
-  length: int
-  chunk_size: int
-  cp_size: int
-  ranks: np.ndarray  # int32 [num_chunks]
-
-  @property
-  def num_chunks(self) -> int:
-    """Of all ranks, those of padding included."""
-    return len(self.ranks)
-
-  @property
-  def chunks(self) -> np.ndarray:
-    """int32 `[cp_size, chunks of a rank]`: the chunks that each rank holds."""
-    return np.argsort(self.ranks, kind="stable").reshape(self.cp_size, -1).astype(np.int32)
-
-  @property
-  def local_length(self) -> int:
-    """Tokens of a rank, padding included."""
-    return self.num_chunks // self.cp_size * self.chunk_size
-
-  def local_begins(self) -> np.ndarray:
-    """int64 `[num_chunks]`: where each chunk begins in its rank's buffer."""
-    begins = np.empty(self.num_chunks, np.int64)
-    begins[self.chunks] = np.arange(self.num_chunks // self.cp_size) * self.chunk_size
-    return begins
-
-  def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Begin, end, rank and local begin of neighbouring chunks that a rank has side by side."""
-    first, last = joined(np.append(True, self.ranks[1:] != self.ranks[:-1]))
-    begins = first * self.chunk_size
-    ends = (last + 1) * self.chunk_size
-    return begins, ends, self.ranks[first].astype(np.int64), self.local_begins()[first]
-
-
-def num_chunks(length: int, chunk_size: int, cp_size: int, multiple: int = 1) -> int:
-  """Chunks that hold `length` tokens, equally many (and a multiple of `multiple`) on each rank."""
-  of_rank = math.ceil(length / (chunk_size * cp_size * multiple)) * multiple
-  return max(of_rank, multiple) * cp_size
+from jax_magi._src.context_parallel.schedule import Order
+from jax_magi._src.context_parallel.whole_queries import WholeQueries, whole_queries
+from jax_magi._src.masks.slices import Q_BEGIN, area_of
 
 
 def assign_by_area(
@@ -108,7 +63,7 @@ def assign_by_area(
     ranks_per_node: neighbouring ranks that share a node; None is all.
   """
   count = num_chunks(q_len, chunk_size, cp_size)
-  pieces, _, chunk = _pieces(slices, chunk_size)
+  pieces, _, chunk = cut_by_chunks(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
   units = assignment.Units.of_chunks(work, chunk_size, chunk, *key_ranges(pieces))
   owners = documents = None
@@ -135,16 +90,6 @@ def _documents(
   return found
 
 
-def _pieces(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Non-empty slices cut by chunks of queries: the pieces that show a key, whose, and the chunk."""
-  index, chunk, begin, end = cut(slices[:, Q_BEGIN], slices[:, Q_END], chunk_size)
-  pieces = slices[index]
-  pieces[:, Q_BEGIN], pieces[:, Q_END] = begin, end
-  first, last = key_ranges(pieces)
-  shows = first < last
-  return pieces[shows], index[shows], chunk[shows]
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What the ranks do, as ragged tables.
@@ -165,6 +110,8 @@ class Plan:
     num_rows: int64 `[receiver, transfer]`, rows of a stage's buffer.
     transport: how rows travel.
     ranks: of the axis.
+    whole: another forward pass with the same transfers, in which no query is divided; or None.
+    orders: of the steps of the forward and of the backward pass; None are the default ones.
   """
 
   overlap_degree: int
@@ -178,6 +125,8 @@ class Plan:
   num_rows: np.ndarray
   transport: str
   ranks: Ranks
+  whole: WholeQueries | None = None
+  orders: tuple[Order | None, Order | None] = (None, None)
 
   def areas(self) -> np.ndarray:
     """int64 `[ranks, stages]`: visible pairs."""
@@ -195,6 +144,7 @@ def make_plan(
   transport: str = "auto",
   given: tuple[tuple[Hop, ...], ...] | None = None,
   links: Links | None = None,
+  is_whole: bool | None = None,
 ) -> Plan:
   """The plan of a mask (int32 slices) on a dispatch.
 
@@ -207,9 +157,12 @@ def make_plan(
     transport: how rows travel; "auto" is the one that takes the least time.
     given: hops whose kinds the plan has to keep, or None.
     links: what rows cost, for "auto".
+    is_whole: whether to plan whole queries, too. None is unless whole parts of all ranks' rows
+      move: then most queries would wait for the last transfer.
   """
-  rank, pieces, q_shift = _pieces_of_ranks(slices, queries)
-  rows = _needed_rows(rank, pieces, keys)
+  of_chunks = pieces_of(slices, queries)
+  pieces = of_chunks.joined()
+  rows = needed_rows(pieces, keys)
   # Where the caller asked for pairs of equal size, all masks shall travel alike.
   permutes = transport != "all_to_all"
   if transport == "auto":
@@ -229,13 +182,16 @@ def make_plan(
   num_rows = np.bincount(group, rows.size, keys.cp_size * num_transfers).astype(np.int64)
   buffers = [(rows[rows.transfer == t], places[rows.transfer == t]) for t in range(num_transfers)]
   if overlap_degree:
-    own = _own_rows(keys)
+    own = own_rows(keys)
     buffers.insert(0, (own, own.local))
+  whole = None
+  if overlap_degree and (not gathers if is_whole is None else is_whole):
+    whole = whole_queries(of_chunks, routes, keys, ranks)
   return Plan(
     overlap_degree=overlap_degree,
     num_stages=len(buffers),
     num_transfers=num_transfers,
-    slices=_stage_slices(pieces, rank, q_shift, buffers),
+    slices=stage_slices([pieces] * len(buffers), buffers),
     hops=routes.hops,
     send_runs=routes.send_runs,
     take_runs=runs_of(group, taken, rows.size),
@@ -243,6 +199,7 @@ def make_plan(
     num_rows=num_rows.reshape(keys.cp_size, num_transfers),
     transport=transport,
     ranks=ranks,
+    whole=whole,
   )
 
 
@@ -253,42 +210,6 @@ def _gathers(rows: Rows, k_local: int, ranks: Ranks, transport: str, given) -> b
   if len(levels_of(transport, ranks)) == 2:
     return gathers_nodes(rows, k_local, ranks)
   return transport == "all_gather"
-
-
-def _pieces_of_ranks(
-  slices: np.ndarray, queries: Dispatch
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The mask cut by ranks: whose each piece is, the pieces, and how far its queries are shifted."""
-  s = slices[area_of(slices) > 0].astype(np.int64)
-  pieces, index, chunk = _pieces(s, queries.chunk_size)
-  rank = queries.ranks[chunk].astype(np.int64)
-  # Neighbouring chunks of a rank are neighbours in its buffer, and their pieces of a slice are one.
-  is_new = (index[1:] != index[:-1]) | (chunk[1:] != chunk[:-1] + 1) | (rank[1:] != rank[:-1])
-  first, last = joined(np.append(True, is_new)[: len(index)])
-  rank, chunk, q_ends = rank[first], chunk[first], pieces[last, Q_END]
-  pieces = pieces[first]
-  pieces[:, Q_END] = q_ends
-  return rank, pieces, queries.local_begins()[chunk] - chunk * queries.chunk_size
-
-
-def _needed_rows(rank: np.ndarray, pieces: np.ndarray, keys: Dispatch) -> Rows:
-  """What each rank's pieces show, each row once."""
-  rank, begin, end = union(rank, *key_ranges(pieces))
-  run_begin, run_end, run_owner, run_local = keys.runs()
-  nobody = np.zeros_like(run_begin)
-  index, run = overlapping(np.zeros_like(begin), begin, end, nobody, run_begin, run_end)
-  rank = rank[index]
-  begin, end = np.maximum(begin[index], run_begin[run]), np.minimum(end[index], run_end[run])
-  local = run_local[run] + begin - run_begin[run]
-  return Rows(rank, begin, end - begin, run_owner[run], local, np.zeros_like(begin))
-
-
-def _own_rows(keys: Dispatch) -> Rows:
-  """Every rank's own runs of chunks, by rank and position."""
-  begin, end, rank, local = keys.runs()
-  order = np.lexsort((begin, rank))
-  rows = Rows(rank, begin, end - begin, rank, local, np.zeros_like(begin))
-  return rows[order]
 
 
 def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
@@ -303,28 +224,6 @@ def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
 
   best = min(moved, key=cost)
   return "all_gather" if NEARLY_ALL * cost("all_gather") <= cost(best) else best
-
-
-def _stage_slices(pieces, rank, q_shift, buffers) -> tuple[np.ndarray, np.ndarray]:
-  """The mask on the buffers of all stages: rank * num_stages + stage, and slices."""
-  parts = [_slices_of(pieces, rank, q_shift, *buffer) for buffer in buffers]
-  stage = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
-  group = np.concatenate([part[0] for part in parts]) * len(parts) + stage
-  return merged(group, np.concatenate([part[1] for part in parts]))
-
-
-def _slices_of(pieces, rank, q_shift, rows: Rows, places) -> tuple[np.ndarray, np.ndarray]:
-  """Pieces of the mask on a buffer: rank, and slices of its queries and the buffer's keys."""
-  ends = rows.begin + rows.size
-  is_new = (rows.rank[1:] != rows.rank[:-1]) | (rows.begin[1:] != ends[:-1])
-  first, last = joined(np.append(True, is_new)[: len(rows.rank)])
-  begins, ends, places = rows.begin[first], ends[last], places[first]
-  shown_begin, shown_end = key_ranges(pieces)
-  index, run = overlapping(rank, shown_begin, shown_end, rows.rank[first], begins, ends)
-  s = pieces[index]
-  s[:, K_BEGIN] = np.maximum(shown_begin[index], begins[run])
-  s[:, K_END] = np.minimum(shown_end[index], ends[run])
-  return rank[index], moved(s, q_shift[index], places[run] - begins[run])
 
 
 def to_table(group: np.ndarray, columns: np.ndarray, num_groups: int, capacity: int, fill: int):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from jax_magi._src.context_parallel.hops import Hop, Ranks, rows_by_link
+from jax_magi._src.context_parallel.hops import ALL, NODE, Hop, Ranks, rows_by_link
 from jax_magi._src.context_parallel.links import FORWARD_SHARE, Links
-from jax_magi._src.context_parallel.schedule import Step, num_parts_of, steps_of
+from jax_magi._src.context_parallel.schedule import (
+  Order,
+  Step,
+  num_parts_of,
+  orders_of,
+  steps_of,
+)
+
+# Another order than the default must save so much: fewer programs are worth more than less.
+_WORTH_AN_ORDER = 0.98
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +52,7 @@ def predict(
   overlap_degree: int,
   kernels: np.ndarray,
   links: Links,
+  orders: tuple[Order | None, Order | None] = (None, None),
   *,
   keep_remote_kv: bool = False,
 ) -> Prediction:
@@ -54,38 +64,76 @@ def predict(
     overlap_degree: as in the key.
     kernels: float64 `[ranks, stages, 2]`, seconds of each stage of ranks, forward and backward.
     links: speeds.
+    orders: of the steps, forward and backward.
     keep_remote_kv: whether the backward pass fetches nothing.
   """
-
-  def cast(stage: int, hop: int) -> float:
-    return hop_seconds(hops[stage - 1][hop], ranks, links, links.row_bytes)
-
-  def reduce(stage: int, hop: int) -> float:
-    return hop_seconds(hops[stage - 1][hop], ranks, links, links.grad_row_bytes)
-
-  if ranks.count == 1:
-    hops, overlap_degree = ((),), 0
-  if not overlap_degree:
-    # One after the other: keys come, all of them are computed with, and gradients return.
-    path = [(1, hop) for hop in range(len(hops[0]))]
-    fetch = [Step(-1, 0, casts=(move,)) for move in path]
-    back = [Step(-1, 0, reduces=(move,)) for move in reversed(path)]
-    kernel = [Step(0, 0)]
-    passes = fetch + kernel, ([] if keep_remote_kv else fetch) + kernel + back
-  else:
-    counts = [len(path) for path in hops]
-    passes = (
-      steps_of(counts),
-      steps_of(counts, is_fetching=not keep_remote_kv, is_backward=True),
-    )
+  is_staged = overlap_degree and ranks.count > 1
   results = []
-  for number, steps in enumerate(passes):
-    timeline = _Timeline(ranks, hops, cast, reduce)
-    for step in steps:
-      timeline.add(step, _kernel_seconds(steps, step, kernels[:, :, number], links, number))
-    results.append((timeline.end(), float(timeline.kernels.max())))
+  for number, order in enumerate(orders):
+    if is_staged:
+      counts = [len(path) for path in hops]
+      is_fetching = not (number and keep_remote_kv)
+      steps = steps_of(counts, order, is_fetching=is_fetching, is_backward=bool(number))
+    else:
+      steps = _steps_of_one_call(hops[0] if ranks.count > 1 else (), number, keep_remote_kv)
+    results.append(pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number))
   (forward, forward_kernels), (backward, backward_kernels) = results
   return Prediction(forward, backward, forward_kernels + backward_kernels)
+
+
+def _steps_of_one_call(hops: Sequence[Hop], number: int, keep_remote_kv: bool) -> list[Step]:
+  """One after the other: keys come, all of them are computed with, and gradients return."""
+  path = [(1, hop) for hop in range(len(hops))]
+  fetch = [] if number and keep_remote_kv else [Step(-1, 0, casts=(move,)) for move in path]
+  back = [Step(-1, 0, reduces=(move,)) for move in reversed(path)] if number else []
+  return [*fetch, Step(0, 0), *back]
+
+
+def best_orders(
+  hops: Sequence[Sequence[Hop]], ranks: Ranks, kernels: np.ndarray, links: Links
+) -> tuple[Order, Order]:
+  """The orders of steps with which the two passes are predicted to finish first.
+
+  The arguments are those of `predict`, of a plan with stages.
+  """
+  counts = [len(path) for path in hops]
+  best = []
+  for number in range(2):
+    default, *others = orders_of(counts, is_backward=bool(number))
+
+    def seconds(order: Order, number: int = number) -> float:
+      steps = steps_of(counts, order, is_backward=bool(number))
+      return pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number)[0]
+
+    least, order = min(((seconds(order), i) for i, order in enumerate(others)), default=(0.0, 0))
+    is_better = others and least < _WORTH_AN_ORDER * seconds(default)
+    best.append(others[order] if is_better else default)
+  return best[0], best[1]
+
+
+def pass_seconds(
+  steps: Sequence[Step],
+  hops: Sequence[Sequence[Hop]],
+  ranks: Ranks,
+  kernels: np.ndarray,
+  links: Links,
+  number: int,
+) -> tuple[float, float]:
+  """Seconds of one pass, and of its kernels alone, until the last rank is done.
+
+  Args:
+    steps: of the pass.
+    hops: as in `predict`, and so the next two.
+    ranks: see above.
+    kernels: float64 `[ranks, stages]`, seconds of each stage.
+    links: see above.
+    number: 0 is the forward pass, 1 the backward pass.
+  """
+  row_bytes = links.row_bytes, links.grad_row_bytes
+  timeline = _Timeline(ranks, hops, links, row_bytes)
+  for step in steps:
+    timeline.add(step, _kernel_seconds(steps, step, kernels, links, number))
+  return timeline.end(), float(timeline.kernels.max())
 
 
 def _kernel_seconds(
@@ -103,9 +151,14 @@ def _kernel_seconds(
 class _Timeline:
   """When each rank is done with the steps so far. A transfer begins when all of its group do."""
 
-  def __init__(self, ranks: Ranks, hops: Sequence[Sequence[Hop]], cast: Callable, reduce: Callable):
-    self._ranks, self._hops = ranks, hops
-    self._seconds = {"cast": cast, "reduce": reduce}
+  def __init__(
+    self,
+    ranks: Ranks,
+    hops: Sequence[Sequence[Hop]],
+    links: Links,
+    row_bytes: tuple[int, int],
+  ):
+    self._ranks, self._hops, self._links, self._row_bytes = ranks, hops, links, row_bytes
     self._now = np.zeros(ranks.count)
     self.kernels = np.zeros(ranks.count)
 
@@ -113,32 +166,43 @@ class _Timeline:
     """One more step: it is done when its kernel and its transfers are."""
     end = self._now + kernel
     links: dict[str, np.ndarray] = {}  # When each level is free again.
-    for kind, moves in (("cast", step.casts), ("reduce", step.reduces)):
-      for stage, hop in moves:
-        level = self._hops[stage - 1][hop].level
-        begin = self._of_group(level, links.get(level, self._now))
-        links[level] = begin + self._seconds[kind](stage, hop)
+    for row_bytes, moves in zip(self._row_bytes, (step.casts, step.reduces), strict=True):
+      for stage, number in moves:
+        hop = self._hops[stage - 1][number]
+        begin = self._of_group(hop.level, links.get(hop.level, self._now))
+        links[hop.level] = begin + hop_seconds(hop, self._ranks, self._links, row_bytes)
     self._now = np.max([end, *links.values()], axis=0)
     self.kernels += kernel
 
   def _of_group(self, level: str, times: np.ndarray) -> np.ndarray:
     """The latest of each rank's group."""
-    groups = np.array(self._ranks.groups(level) or [list(range(self._ranks.count))])
-    latest = np.empty_like(times)
-    latest[groups] = times[groups].max(axis=1, keepdims=True)
-    return latest
+    shape = self._ranks.num_nodes, self._ranks.per_node
+    if level == ALL:
+      return np.full_like(times, times.max())
+    axis = 0 if level == NODE else 1
+    latest = times.reshape(shape).max(axis=axis, keepdims=True)
+    return np.broadcast_to(latest, shape).reshape(-1)
 
   def end(self) -> float:
     """When the last rank is done."""
     return float(self._now.max())
 
 
-def stage_seconds(area: np.ndarray, links: Links) -> np.ndarray:
-  """float64 `[ranks, stages, 2]` for `predict`, from visible pairs `[ranks, stages]`."""
+def stage_seconds(
+  forward_area: np.ndarray, backward_area: np.ndarray, links: Links, *, is_merged: bool
+) -> np.ndarray:
+  """float64 `[ranks, stages, 2]` for `predict`, from visible pairs `[ranks, stages]`.
+
+  Args:
+    forward_area: of the stages of the forward pass.
+    backward_area: of those of the backward pass.
+    links: speeds.
+    is_merged: whether forward stages merge their results.
+  """
+  areas = np.stack([forward_area, backward_area], axis=-1)
   shares = np.array([FORWARD_SHARE, 1.0 - FORWARD_SHARE])
-  besides = np.array(links.stage_seconds)
-  seconds = area[..., None] * links.pair_seconds * shares
-  return np.where(area[..., None] > 0, seconds + besides, 0.0)
+  besides = np.array(links.stage_seconds) + np.array([is_merged * links.merge_seconds, 0.0])
+  return np.where(areas > 0, areas * links.pair_seconds * shares + besides, 0.0)
 
 
 def hop_seconds(hop: Hop, ranks: Ranks, links: Links, row_bytes: int) -> float:

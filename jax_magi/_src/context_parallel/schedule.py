@@ -42,7 +42,7 @@ _ROW_MULTIPLE = 128
 
 def side_by_side(
   done: Any,
-  kernel: Callable,
+  kernel: Callable | None,
   running: Any,
   slices: Any,
   moves: Sequence[Callable],
@@ -58,7 +58,7 @@ def side_by_side(
 
   Args:
     done: a pytree.
-    kernel: of two operands that differ from step to step at no cost.
+    kernel: of two operands that differ from step to step at no cost; None is none.
     running: results of kernels before this one, to whose memory it may write: nothing else takes
       them from here on.
     slices: the mask.
@@ -67,10 +67,13 @@ def side_by_side(
     with_barrier: whether the kernel waits until the GPU has taken up the transfer.
 
   Returns:
-    `done`, to be used instead of what was given; the kernel's result; and those of the moves.
+    `done`, to be used instead of what was given; the kernel's result, or `running` without a
+    kernel; and the results of the moves.
   """
   done, running, slices, sent = lax.optimization_barrier((done, running, slices, list(sent)))
   arrived = [move(x) for move, x in zip(moves, sent, strict=True)]
+  if kernel is None:
+    return lax.optimization_barrier((done, running, arrived))
   if moves and with_barrier:
     slices = kernel_barrier(slices)
   return lax.optimization_barrier((done, kernel(running, slices), arrived))
@@ -81,7 +84,7 @@ class Step:
   """A part of a stage's kernel, and the hops beside it.
 
   Attributes:
-    stage: 0 is the rank's own keys; -1, in predictions alone, is no kernel.
+    stage: 0 is the rank's own keys; -1 is no kernel.
     part: which of the stage's parts.
     casts: (stage, hop) of keys on their way in.
     reduces: (stage, hop) of gradients on their way back.
@@ -93,41 +96,133 @@ class Step:
   reduces: tuple[tuple[int, int], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Order:
+  """What may be chosen about the steps of a pass. Whatever is chosen, the results are the same.
+
+  Attributes:
+    stages: the stages with a transfer, in the order of their kernels.
+    parts: into how many parts each of these kernels is cut, for transfers to hide behind.
+    own: for each step before these kernels, and then for each one after them, whether a part of
+      the kernel over the rank's own keys runs in it. Empty is all of them.
+  """
+
+  stages: tuple[int, ...]
+  parts: tuple[int, ...]
+  own: tuple[bool, ...] = ()
+
+
+def default_order(num_hops: Sequence[int], *, is_backward: bool = False) -> Order:
+  """Stages in order. A kernel that has keys coming and gradients returning beside it is cut."""
+  stages = range(1, len(num_hops) + 1)
+  parts = [1] * len(num_hops)
+  if is_backward:
+    casts = {slot for slot, _ in _casts(num_hops, Order(tuple(stages), tuple(parts)), set())}
+    reduces = {stage - 1 + hop for stage in stages for hop in range(1, num_hops[stage - 1] + 1)}
+    parts = [1 + (slot in casts and slot in reduces) for slot in range(len(num_hops))]
+  return Order(tuple(stages), tuple(parts))
+
+
+def _casts(
+  num_hops: Sequence[int], order: Order, taken: set[tuple[int, int]]
+) -> list[tuple[int, tuple[int, int]]]:
+  """(slot, (stage, hop)) of keys on their way in: each as late as possible.
+
+  Slots are numbered from the first kernel of a stage with a transfer. `taken` are slots and kinds
+  of links: of each kind, there is one transfer at a time.
+  """
+  found = []
+  begin = sum(order.parts)
+  for stage, parts in zip(reversed(order.stages), reversed(order.parts), strict=True):
+    begin -= parts
+    slot = begin
+    for hop in reversed(range(num_hops[stage - 1])):
+      slot -= 1
+      while (slot, hop - num_hops[stage - 1]) in taken:
+        slot -= 1
+      taken.add((slot, hop - num_hops[stage - 1]))
+      found.append((slot, (stage, hop)))
+  return found[::-1]
+
+
+def _reduces(
+  num_hops: Sequence[int], order: Order, taken: set[tuple[int, int]]
+) -> list[tuple[int, tuple[int, int]]]:
+  """The same of gradients on their way back: each as early as possible."""
+  found = []
+  end = 0
+  for stage, parts in zip(order.stages, order.parts, strict=True):
+    end += parts
+    slot = end - 1
+    for hop in reversed(range(num_hops[stage - 1])):
+      slot += 1
+      while (slot, hop - num_hops[stage - 1]) in taken:
+        slot += 1
+      taken.add((slot, hop - num_hops[stage - 1]))
+      found.append((slot, (stage, hop)))
+  return found
+
+
 def steps_of(
-  num_hops: Sequence[int], *, is_fetching: bool = True, is_backward: bool = False
+  num_hops: Sequence[int],
+  order: Order | None = None,
+  *,
+  is_fetching: bool = True,
+  is_backward: bool = False,
 ) -> list[Step]:
   """The steps of a pass.
 
   Args:
     num_hops: of the transfer of each stage of remote keys, from stage 1 on.
+    order: None is `default_order`.
     is_fetching: whether keys are fetched, or else there already.
     is_backward: whether gradients are sent back.
   """
-  last = len(num_hops)
-  casts: dict[int, list[tuple[int, int]]] = {}
-  reduces: dict[int, list[tuple[int, int]]] = {}
-  for stage, count in enumerate(num_hops, 1):
-    for hop in range(count):
-      # The last hop beside the kernel before, and the others before that; backwards the same.
-      if is_fetching:
-        casts.setdefault(stage - (count - hop), []).append((stage, hop))
-      if is_backward:
-        reduces.setdefault(stage + (count - hop), []).append((stage, hop))
-  first = min(casts, default=1 if is_backward else 0)
-  steps: list[Step] = []
-  num_own = 0
-  for slot in range(first, max([last, *reduces]) + 1):
-    beside = tuple(casts.get(slot, ())), tuple(reduces.get(slot, ()))
-    if not 1 <= slot <= last:
-      steps.append(Step(0, num_own, *beside))
-      num_own += 1
-    elif all(beside):
-      steps += [Step(slot, 0, casts=beside[0]), Step(slot, 1, reduces=beside[1])]
-    else:
-      steps.append(Step(slot, 0, *beside))
-  if not num_own:  # Nothing hides behind it.
+  order = order or default_order(num_hops, is_backward=is_backward)
+  taken: set[tuple[int, int]] = set()
+  casts = _casts(num_hops, order, taken) if is_fetching else []
+  reduces = _reduces(num_hops, order, taken) if is_backward else []
+  kernels = [(s, part) for s, n in zip(order.stages, order.parts, strict=True) for part in range(n)]
+  slots = [slot for slot, _ in casts + reduces]
+  before = range(min([0, *slots]), 0)
+  after = range(len(kernels), max([len(kernels) - 1, *slots]) + 1)
+  outside = [*before, *after]
+  has_own = order.own if len(order.own) == len(outside) else (True,) * len(outside)
+  own = [slot for slot, has in zip(outside, has_own, strict=True) if has]
+  steps = []
+  for slot in (*before, *range(len(kernels)), *after):
+    kernel = (-1, 0)
+    if slot in own:
+      kernel = 0, own.index(slot)
+    elif 0 <= slot < len(kernels):
+      kernel = kernels[slot]
+    beside = (tuple(move for at, move in moves if at == slot) for moves in (casts, reduces))
+    steps.append(Step(*kernel, *beside))
+  if not own:  # Nothing hides behind it.
     steps.append(Step(0, 0))
   return steps
+
+
+def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
+  """Orders to choose from, the default first."""
+  default = default_order(num_hops, is_backward=is_backward)
+  found = [default]
+  if is_backward and len(num_hops) > 1:
+    # The last keys first: their gradients return while the others are computed with.
+    found.append(Order(default.stages[::-1], (1,) * len(num_hops)))
+  for order in tuple(found):
+    for i, parts in enumerate(order.parts):
+      more = (*order.parts[:i], parts + 1, *order.parts[i + 1 :])
+      found.append(dataclasses.replace(order, parts=more))
+  for order in tuple(found):
+    steps = steps_of(num_hops, order, is_backward=is_backward)
+    count = sum(step.stage == 0 for step in steps)
+    if count > 1:
+      found += [
+        dataclasses.replace(order, own=tuple(i == own for i in range(count)))
+        for own in range(count)
+      ]
+  return list(dict.fromkeys(found))
 
 
 def num_parts_of(steps: Sequence[Step], stage: int) -> int:

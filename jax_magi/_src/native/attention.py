@@ -187,7 +187,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
 
-  Running results are merged in place, except that a 16-bit `out` has memory of its own.
+  Running results are merged in place, except that an `out` that is rounded has memory of its own.
   `tile_stamp` is that of the plan that the tile list is from.
   """
   value_dim = v.shape[-1]
@@ -220,7 +220,7 @@ def forward(
       ((needs.workspace_bytes,), np.uint8),
     ],
     aliases={
-      len(operands) + i: i for i in range(len(running)) if i or np.dtype(out_dtype) == np.float32
+      len(operands) + i: i for i, x in enumerate(running) if i or x.dtype == np.dtype(out_dtype)
     },
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),

@@ -66,7 +66,7 @@ struct ForwardEpilogue {
   __device__ __forceinline__ void Store(const TileInfo& tile) {
     const auto& params = consumer.params;
     const RowState& state = consumer.state;
-    const Row rows[2] = {RowOf(tile, 0), RowOf(tile, 1)};
+    Row rows[2] = {RowOf(tile, 0), RowOf(tile, 1)};
     float factor[2], lse[2];
     float running_factor[2];  // Of what is merged.
 #pragma unroll
@@ -84,6 +84,7 @@ struct ForwardEpilogue {
         running_factor[r] = total == 0.0f ? 0.0f : sink_weight * Reciprocal(total);
         // Rows that see nothing keep what they have, to the last bit.
         if (IsRunning() && reference == -INFINITY) lse[r] = consumer.sinks[r];
+        if (params.keeps_rows && reference == -INFINITY) rows[r].is_own = false;
       }
     }
     StoreOutput(rows, factor, running_factor);

@@ -273,8 +273,8 @@ struct Consumer {
   // Whether results that are there stay as they are: no row sees a key of this call.
   __device__ __forceinline__ bool IsKept(const TileInfo& tile) {
     if constexpr (!ForwardEpilogue<Config, Consumer>::kMayMerge) return false;
-    return params.running_out != nullptr && !params.is_rounded && tile.num_blocks == 0 &&
-           tile.part == 0;
+    const bool keeps = params.keeps_rows || (params.running_out != nullptr && !params.is_rounded);
+    return keeps && tile.num_blocks == 0 && tile.part == 0;
   }
 
   __device__ __forceinline__ ForwardEpilogue<Config, Consumer> Epilogue() { return {*this}; }

@@ -78,8 +78,10 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.out = args.out;
   params.lse = args.lse;
   params.max_logits = args.max_logits;
-  params.running_out = args.running_out;
+  const bool merges = args.running_out != nullptr && args.running_dtype == DType::kF32;
+  params.running_out = merges ? static_cast<const float*>(args.running_out) : nullptr;
   params.is_rounded = args.out_dtype != DType::kF32;
+  params.keeps_rows = args.running_out != nullptr && !merges;
   params.parts.counters = reinterpret_cast<int32_t*>(counter + 1);
   params.parts.parts =
       may_cut ? reinterpret_cast<float4*>(params.parts.counters + kMaxPartCounters) : nullptr;
@@ -152,7 +154,7 @@ Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& a
   const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
   const bool has_softcap = args.params.softcap != 0.0f;
   const bool in_clusters = PrefersClusters(args.shape, options.num_blocks);
-  // Those that write float32 merge, too, and round at last.
+  // The kernels that write float32 also go on with the results of other calls, in any dtype.
   return args.out_dtype == DType::kF32 || args.running_out != nullptr
              ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, in_clusters,
                                                               launch)

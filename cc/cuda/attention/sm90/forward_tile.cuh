@@ -39,8 +39,9 @@ struct ForwardParams {
   float *lse, *max_logits;
   PartsParams parts;
   // Used by kernels with a float32 output: see ForwardArgs, and whether this call rounds to `out`.
-  const float* running_out;
+  const float* running_out;  // What results are merged with, or null.
   bool is_rounded;
+  bool keeps_rows;  // Each row sees keys in one call only; the others leave it unchanged.
 };
 
 // The same, of a call with terms.

@@ -1,0 +1,132 @@
+"""The mask cut by ranks: which pieces each computes, which rows they need, and slices of buffers.
+
+Everything here is numpy on the host, from ranges to ranges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_magi._src.context_parallel.chunks import Dispatch
+from jax_magi._src.context_parallel.intervals import cut, exploded, joined, overlapping, union
+from jax_magi._src.context_parallel.legs import Rows
+from jax_magi._src.context_parallel.local_slices import key_ranges, merged, moved
+from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+  """Parts of the mask's slices, in the order of slices and queries; each shows a key.
+
+  Attributes:
+    rank: whose queries they are.
+    slices: int64 `[n, 6]`, in positions of the whole mask.
+    index: which slice of the mask each is a part of.
+    begin: where the chunk of queries that it lies in begins.
+    q_shift: how far its queries are shifted in the rank's buffer.
+  """
+
+  rank: np.ndarray
+  slices: np.ndarray
+  index: np.ndarray
+  begin: np.ndarray
+  q_shift: np.ndarray
+
+  def __getitem__(self, index) -> Pieces:
+    return Pieces(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
+
+  def cut_in_chunks(self, size: int) -> Pieces:
+    """The same, cut at multiples of `size` from where each chunk begins."""
+    begins, ends = self.slices[:, Q_BEGIN] - self.begin, self.slices[:, Q_END] - self.begin
+    index, _, begins, ends = cut(begins, ends, size)
+    found = self[index]
+    found.slices[:, Q_BEGIN] = found.begin + begins
+    found.slices[:, Q_END] = found.begin + ends
+    begin = found.begin + begins // size * size
+    return dataclasses.replace(found, begin=begin)[_shows(found.slices)]
+
+  def joined(self) -> Pieces:
+    """The same in fewer pieces: queries that a rank has side by side stay together."""
+    s = self.slices
+    is_new = (self.index[1:] != self.index[:-1]) | (self.rank[1:] != self.rank[:-1])
+    is_new |= (s[1:, Q_BEGIN] != s[:-1, Q_END]) | (self.q_shift[1:] != self.q_shift[:-1])
+    first, last = joined(np.append(True, is_new)[: len(s)])
+    found = self[first]
+    found.slices[:, Q_END] = s[last, Q_END]
+    return found
+
+
+def pieces_of(slices: np.ndarray, queries: Dispatch) -> Pieces:
+  """The pieces of a mask, by chunks of queries."""
+  s = slices[area_of(slices) > 0].astype(np.int64)
+  pieces, index, chunk = cut_by_chunks(s, queries.chunk_size)
+  begin = chunk * queries.chunk_size
+  shift = queries.local_begins()[chunk] - begin
+  return Pieces(queries.ranks[chunk].astype(np.int64), pieces, index, begin, shift)
+
+
+def cut_by_chunks(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Non-empty slices cut by chunks of queries: the pieces that show a key, whose, and the chunk."""
+  index, chunk, begin, end = cut(slices[:, Q_BEGIN], slices[:, Q_END], chunk_size)
+  pieces = slices[index]
+  pieces[:, Q_BEGIN], pieces[:, Q_END] = begin, end
+  shows = _shows(pieces)
+  return pieces[shows], index[shows], chunk[shows]
+
+
+def _shows(slices: np.ndarray) -> np.ndarray:
+  first, last = key_ranges(slices)
+  return first < last
+
+
+def needed_rows(pieces: Pieces, keys: Dispatch) -> Rows:
+  """What each rank's pieces show, each row once, by rank and position."""
+  rank, begin, end = union(pieces.rank, *key_ranges(pieces.slices))
+  run_begin, run_end, run_owner, run_local = keys.runs()
+  nobody = np.zeros_like(run_begin)
+  index, run = overlapping(np.zeros_like(begin), begin, end, nobody, run_begin, run_end)
+  rank = rank[index]
+  begin, end = np.maximum(begin[index], run_begin[run]), np.minimum(end[index], run_end[run])
+  local = run_local[run] + begin - run_begin[run]
+  return Rows(rank, begin, end - begin, run_owner[run], local, np.zeros_like(begin))
+
+
+def own_rows(keys: Dispatch) -> Rows:
+  """Every rank's own runs of chunks, by rank and position."""
+  begin, end, rank, local = keys.runs()
+  order = np.lexsort((begin, rank))
+  rows = Rows(rank, begin, end - begin, rank, local, np.zeros_like(begin))
+  return rows[order]
+
+
+def stage_slices(
+  pieces: Sequence[Pieces], buffers: Sequence[tuple[Rows, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+  """The mask on the buffers of all stages: rank * num_stages + stage, and slices.
+
+  Args:
+    pieces: of each stage.
+    buffers: of each stage, rows by rank and position, and where each range begins in the buffer.
+  """
+  parts = [_slices_of(*stage) for stage in zip(pieces, buffers, strict=True)]
+  stage, _ = exploded(np.array([len(part[0]) for part in parts]))
+  group = np.concatenate([part[0] for part in parts]) * len(parts) + stage
+  return merged(group, np.concatenate([part[1] for part in parts]))
+
+
+def _slices_of(pieces: Pieces, buffer: tuple[Rows, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+  """Pieces of the mask on a buffer: rank, and slices of its queries and the buffer's keys."""
+  rows, places = buffer
+  ends = rows.begin + rows.size
+  is_new = (rows.rank[1:] != rows.rank[:-1]) | (rows.begin[1:] != ends[:-1])
+  first, last = joined(np.append(True, is_new)[: len(rows.rank)])
+  begins, ends, places = rows.begin[first], ends[last], places[first]
+  shown_begin, shown_end = key_ranges(pieces.slices)
+  index, run = overlapping(pieces.rank, shown_begin, shown_end, rows.rank[first], begins, ends)
+  s = pieces.slices[index]
+  s[:, K_BEGIN] = np.maximum(shown_begin[index], begins[run])
+  s[:, K_END] = np.minimum(shown_end[index], ends[run])
+  return pieces.rank[index], moved(s, pieces.q_shift[index], places[run] - begins[run])

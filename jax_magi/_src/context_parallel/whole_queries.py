@@ -1,0 +1,128 @@
+"""Forward stages that merge nothing: each query is computed once, when all of its keys are there.
+
+By default a stage computes over what one transfer brings. The results of a query are then merged
+from several calls, each of which reads and writes them in float32. Where many queries need few keys
+of other ranks, it is faster to let queries wait:
+
+    stage 0    queries that need only keys of their own rank
+    stage s    queries whose last keys come with transfer s, over all keys that they need
+
+Everything here is numpy on the host, from ranges to ranges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jax_magi._src.context_parallel.chunks import Dispatch
+from jax_magi._src.context_parallel.hops import Ranks, num_blocks
+from jax_magi._src.context_parallel.intervals import overlapping, starts_within
+from jax_magi._src.context_parallel.legs import Rows
+from jax_magi._src.context_parallel.local_slices import key_ranges
+from jax_magi._src.context_parallel.pieces import Pieces, needed_rows, own_rows, stage_slices
+from jax_magi._src.context_parallel.routes import Routes, Runs, runs_of
+from jax_magi._src.masks.slices import area_of
+
+# Queries that wait together: two tiles of the kernels.
+_UNIT = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeQueries:
+  """The forward pass of a plan in which no query is divided among stages.
+
+  Attributes:
+    slices: rank * num_stages + stage, and int64 slices of the stage's queries and its buffer.
+    take_runs: rank * num_transfers + transfer, and runs of the buffer of the stage that follows
+      this transfer. Block 0 is the rank's own rows; the blocks of all transfers follow in order.
+    num_rows: int64 `[rank, transfer]`, rows of these buffers.
+  """
+
+  slices: tuple[np.ndarray, np.ndarray]
+  take_runs: Runs
+  num_rows: np.ndarray
+
+  def areas(self) -> np.ndarray:
+    """int64 `[ranks, stages]`: visible pairs."""
+    num_ranks, num_transfers = self.num_rows.shape
+    group, slices = self.slices
+    areas = np.bincount(group, area_of(slices), num_ranks * (num_transfers + 1))
+    return areas.astype(np.int64).reshape(num_ranks, -1)
+
+
+def whole_queries(pieces: Pieces, routes: Routes, keys: Dispatch, ranks: Ranks) -> WholeQueries:
+  """The stages of whole queries, for transfers that are planned already.
+
+  Args:
+    pieces: of the mask, by chunks of queries.
+    routes: of the rows that ranks need of others.
+    keys: where keys are.
+    ranks: of the axis.
+  """
+  num_transfers = len(routes.hops)
+  order = np.lexsort((routes.rows.begin, routes.rows.rank))
+  rows, sources = routes.rows[order], routes.sources[order].copy()
+  # Blocks are numbered through all transfers, after that of own rows.
+  counts = [sum(num_blocks(hop, ranks) for hop in hops) for hops in routes.hops]
+  sources[:, 0] += np.cumsum([0, *counts])[rows.transfer]
+  pieces = pieces.cut_in_chunks(_UNIT)
+  stage = _stages(pieces, rows)
+  parts = [pieces[stage == s].joined() for s in range(num_transfers + 1)]
+  own = own_rows(keys)
+  buffers = [(own, own.local)]
+  groups, columns, sizes = [], [], []
+  for transfer, part in enumerate(parts[1:]):
+    needed = needed_rows(part, keys)
+    buffers.append((needed, starts_within(needed.rank, needed.size)))
+    needed, taken = _with_sources(needed, rows, sources)
+    places = starts_within(needed.rank, needed.size)
+    groups.append(needed.rank * num_transfers + transfer)
+    columns.append(np.stack([np.zeros_like(places), places, *taken.T], axis=1))
+    sizes.append(needed.size)
+  group, size = np.concatenate(groups), np.concatenate(sizes)
+  order = np.argsort(group, kind="stable")
+  num_rows = np.bincount(group, size, ranks.count * num_transfers).astype(np.int64)
+  return WholeQueries(
+    stage_slices(parts, buffers),
+    runs_of(group[order], np.concatenate(columns)[order], size[order]),
+    num_rows.reshape(ranks.count, num_transfers),
+  )
+
+
+def _stages(pieces: Pieces, rows: Rows) -> np.ndarray:
+  """int64: the stage of each piece: after the last transfer that any piece of its queries needs."""
+  index, run = overlapping(
+    pieces.rank, *key_ranges(pieces.slices), rows.rank, rows.begin, rows.begin + rows.size
+  )
+  units, unit = np.unique(pieces.begin, return_inverse=True)
+  stages = np.zeros(len(units), np.int64)
+  np.maximum.at(stages, unit[index], rows.transfer[run] + 1)
+  return stages[unit]
+
+
+def _with_sources(needed: Rows, rows: Rows, sources: np.ndarray) -> tuple[Rows, np.ndarray]:
+  """Needed ranges cut where their sources change, and int64 `[n, 2]`: the block and place of each.
+
+  `rows` are those of other ranks, by rank and position, and come from `sources`.
+  """
+  is_own = needed.owner == needed.rank
+  own = needed[is_own]
+  others = needed[~is_own]
+  ends, row_ends = others.begin + others.size, rows.begin + rows.size
+  index, run = overlapping(others.rank, others.begin, ends, rows.rank, rows.begin, row_ends)
+  begin = np.maximum(others.begin[index], rows.begin[run])
+  found = dataclasses.replace(
+    rows[run], begin=begin, size=np.minimum(ends[index], row_ends[run]) - begin
+  )
+  taken = sources[run] + np.stack([np.zeros_like(begin), begin - rows.begin[run]], axis=1)
+  every = Rows(
+    *(
+      np.concatenate([getattr(x, field.name) for x in (own, found)])
+      for field in dataclasses.fields(Rows)
+    )
+  )
+  of_own = np.stack([np.zeros_like(own.local), own.local], axis=1)
+  order = np.lexsort((every.begin, every.rank))
+  return every[order], np.concatenate([of_own, taken])[order]
