@@ -3,11 +3,11 @@
 python -m benchmarks.context_parallel measure --json FILE       (on one Hopper GPU)
 python -m benchmarks.context_parallel predict --json FILE [--plot FILE] [--markdown FILE]
 
-`measure` plans each mask on ranks of 8192 tokens, eight to a node, and times the kernel calls of
-the rank with the most work, stage by stage; each goes on with the results of those before it. Plans
-are those of `overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `predict` adds what moves,
-padding included, and goes through the steps of both passes: a transfer begins when all ranks of its
-group do, and a step ends with the longest of its kernel and transfers.
+`measure` plans each mask on ranks of 8192 tokens, eight to a node, and times the kernel calls of a
+few ranks, stage by stage; each call goes on with the results of those before it. Plans are those of
+`overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `predict` adds what moves, padding
+included, and goes through the steps of both passes: a transfer begins when all ranks of its group
+do, and a step ends with the longest of its kernel and transfers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ LOCAL = 8192
 NODE = 8
 CP_SIZES = (8, 16, 32, 64, 128)
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 48, 8, 128
+# Ranks whose kernels are timed: the one with the most work, the one with the least, and some
+# between them.
+NUM_TIMED = 5
 # Bytes a second of a GPU: NVLink 4 has 900 GB/s both ways together (NVIDIA's H200 datasheet), and a
 # NIC of 400 Gbit/s (ConnectX-7, one for each GPU of a DGX H200) or of 800 (ConnectX-8). These are
 # peaks; what NCCL reaches is less. The latency is an assumption.
@@ -230,22 +233,25 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
     for cp_size in cp_sizes:
       for network in networks_of(cp_size):
         key = planned_key(name, cp_size, network)
-        cell = {"mask": name, "cp_size": cp_size, "network": network, **_time_rank(kernels, key)}
+        cell = {"mask": name, "cp_size": cp_size, "network": network, **_time_ranks(kernels, key)}
         cells.append(cell)
+        busiest = int(np.sum(cell["areas"][0], axis=1).argmax())
+        times = (sum(cell[name][busiest]) for name in ("forward", "backward"))
         print(
           f"{name:16s} cp {cp_size:3d} {network / 1e9:3.0f} GB/s degree {cell['degree']}"
           f"{' whole queries' if key.whole_slices is not None else ''}, slowest rank: "
-          f"{_rates(sum(cell['areas'][0]), *map(sum, (cell['forward'], cell['backward'])))}",
+          f"{_rates(sum(cell['areas'][0][busiest]), *times)}",
           flush=True,
         )
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def _time_rank(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
-  """Of the rank with the most work: areas of its stages, forward and backward, and seconds."""
+def _time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
+  """Areas of the stages of a few ranks, forward and backward, and seconds."""
   capacities, is_whole = key.capacities, key.whole_slices is not None
   areas = key.areas(is_forward=True), key.areas()
-  rank = int(areas[0].sum(axis=1).argmax())
+  by_area = np.argsort(areas[0].sum(axis=1))
+  ranks = np.unique(by_area[np.linspace(0, len(by_area) - 1, NUM_TIMED).astype(int)])
   own = [LOCAL] * bool(key.spec.overlap_degree)
   tables = key.whole_slices if is_whole else key.slices
   forward_rows = capacities.whole_rows if is_whole else capacities.rows
@@ -256,15 +262,16 @@ def _time_rank(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
   seconds = []
   for area, (slices, rows, time) in zip(areas, passes, strict=True):
     lengths = [*own, *rows]
-    seconds.append(
-      [
-        time(np.asarray(slices[rank, i]), k_len, i, len(lengths)) if area[rank, i] else 0.0
-        for i, k_len in enumerate(lengths)
-      ]
-    )
+
+    def stage(rank: int, i: int, k_len: int, area=area, slices=slices, time=time) -> float:
+      if not area[rank, i]:
+        return 0.0
+      return time(np.asarray(slices[rank, i]), k_len, i, area.shape[1])
+
+    seconds.append([[stage(rank, i, n) for i, n in enumerate(lengths)] for rank in ranks])
   return {
     "degree": key.spec.overlap_degree,
-    "areas": [area[rank].tolist() for area in areas],
+    "areas": [area[ranks].tolist() for area in areas],
     "forward": seconds[0],
     "backward": seconds[1],
   }
@@ -332,13 +339,21 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
   network = cell["network"]
   key = planned_key(cell["mask"], cell["cp_size"], network)
   stats, spec = key.stats(), key.spec
-  kernels = []
-  for is_forward, mine in ((True, cell["areas"][0]), (False, cell["areas"][1])):
-    measured = np.array(cell["forward" if is_forward else "backward"])
-    # Other ranks at the rate of the one that was measured, stage by stage.
-    rates = measured / np.maximum(np.array(mine), 1)
-    rates = np.where(measured > 0, rates, measured.sum() / sum(mine))
-    kernels.append(key.areas(is_forward=is_forward) * rates)
+  kernels = [
+    np.stack(
+      [
+        _seconds_of_all(areas, np.array(timed), np.array(seconds))
+        for areas, timed, seconds in zip(
+          key.areas(is_forward=not number).T,
+          np.array(cell["areas"][number]).T,
+          np.array(cell[name]).T,
+          strict=True,
+        )
+      ],
+      axis=1,
+    )
+    for number, name in enumerate(("forward", "backward"))
+  ]
 
   def links(grad_row_bytes: int) -> Links:
     return Links(
@@ -380,6 +395,25 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
     forward=found.forward,
     flops=4 * HEAD_DIM * NUM_Q_HEADS * float(stats.area.mean()),
   )
+
+
+def _seconds_of_all(areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+  """Seconds of a stage of all ranks: a line through those of the ranks that were timed.
+
+  Args:
+    areas: visible pairs of all ranks.
+    timed: of those that were timed.
+    seconds: likewise.
+  """
+  timed, seconds = timed[timed > 0], seconds[timed > 0]
+  if not len(timed):
+    return np.where(areas > 0, np.nan, 0.0)
+  rate, start = seconds.sum() / timed.sum(), 0.0
+  if timed.max() > 1.1 * timed.min():
+    fit, at_zero = np.polyfit(timed, seconds, 1)
+    if fit > 0.0 and at_zero > 0.0:
+      rate, start = fit, at_zero
+  return np.where(areas > 0, start + rate * areas, 0.0)
 
 
 def _total_ragged(kernels: float, cell: dict[str, Any], network: float) -> float:
