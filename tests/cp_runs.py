@@ -1,6 +1,7 @@
 """Attention over the ranks of a mesh, from whole arrays to whole arrays, for tests."""
 
 import functools
+import operator
 
 import jax
 import numpy as np
@@ -9,8 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask
-from tests.accuracy import Inputs
+from jax_magi._src.native.backends import BACKENDS
+from tests.accuracy import Inputs, check_results, make_inputs
 from tests.compilation import quick_jit
+from tests.machine import HAS_GPU
+
+# Tests of what moves between ranks name the kernel: where the choice is open, the plain path is
+# traced as well, which takes a sixth of a test's time.
+NATIVE = "cpu" if BACKENDS["cpu"].module is not None and not HAS_GPU else None
 
 
 def make_mesh(axis_type=AxisType.Auto, **axes):
@@ -79,6 +86,24 @@ MASKS = {
   "shared_question": AttentionMask.shared_question(30, [20, 1, 45]),
   "nothing": AttentionMask(np.zeros((0, 6), np.int32), LENGTH, LENGTH),
 }
+
+
+def check_all_masks(cp_size, **options):
+  """All masks through one compiled program, as the key is data; `options` are the keys'."""
+  options["cp_size"] = cp_size
+  keys = [jax_magi.magi_attn_flex_key(mask, **options) for mask in MASKS.values()]
+  room = functools.reduce(operator.or_, (key.capacities for key in keys))
+  mesh = make_mesh(cp=cp_size)
+  inputs = make_inputs(
+    np.random.default_rng(0), np.float32, LENGTH, LENGTH, 4, 2, 16, 24, num_sinks=0
+  )
+  for mask in MASKS.values():
+    key = jax_magi.magi_attn_flex_key(mask, capacities=room, **options)
+    assert key.capacities == room
+    assert key.spec.transport == options["transport"]
+    is_deterministic = options["overlap_degree"] in (1, (1,))
+    results = run(inputs, key, mesh, deterministic=is_deterministic, implementation=NATIVE)
+    check_results(results, inputs, mask)
 
 
 def on_one_device(inputs: Inputs, mask, **options):

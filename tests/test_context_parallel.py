@@ -18,7 +18,7 @@ from jax_magi._src.native.backends import HOPPER
 from tests.accuracy import DTYPES, check_results, expected_results, make_inputs
 from tests.cases import CASES
 from tests.compilation import quick_jit
-from tests.cp_runs import LENGTH, MASKS, make_mesh, on_one_device, run
+from tests.cp_runs import LENGTH, MASKS, NATIVE, check_all_masks, make_mesh, on_one_device, run
 from tests.sizes import in_turns, name_of
 
 # Plans that are free to do so then compute each query in one stage.
@@ -38,7 +38,7 @@ def test_named_masks(case):
   cp_size, overlap_degree = _combination(CASES.index(case))
   key = magi_attn_flex_key(case.mask, cp_size=cp_size, overlap_degree=overlap_degree)
   inputs = case.make_inputs("f32")
-  results = run(inputs, key, make_mesh(cp=cp_size), **case.options)
+  results = run(inputs, key, make_mesh(cp=cp_size), **case.options, implementation=NATIVE)
   check_results(results, inputs, case.mask, **case.options)
 
 
@@ -51,7 +51,7 @@ def test_named_masks(case):
   ],
 )
 def test_every_size_and_degree(cp_size, overlap_degree, transport):
-  _check_all_masks(cp_size, overlap_degree=overlap_degree, transport=transport)
+  check_all_masks(cp_size, overlap_degree=overlap_degree, transport=transport)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,8 @@ def test_every_size_and_degree(cp_size, overlap_degree, transport):
   in_turns([2, 4, 1, 8], ["two_level", "all_to_all", "all_gather", "auto"], [1, 2, 0, 4]),
 )
 def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
-  _check_all_masks(
-    8, overlap_degree=overlap_degree, transport=transport, ranks_per_node=ranks_per_node
-  )
+  check = _check_own_programs if transport == "auto" else check_all_masks
+  check(8, overlap_degree=overlap_degree, transport=transport, ranks_per_node=ranks_per_node)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
   in_turns([1, 2, 4], ["two_level", "all_to_all"], [2, 4]),
 )
 def test_queries_in_one_stage_each(overlap_degree, transport, ranks_per_node):
-  _check_all_masks(
+  check_all_masks(
     8,
     overlap_degree=(overlap_degree,),
     transport=transport,
@@ -81,7 +80,7 @@ def test_queries_in_one_stage_each(overlap_degree, transport, ranks_per_node):
 @pytest.mark.parametrize("overlap_degree", in_turns([2, 0, 1, 4], every=4))
 def test_a_ragged_exchange(overlap_degree):
   """On CPUs, which have none, equal blocks take its place; its tables are those of the key."""
-  _check_all_masks(4, overlap_degree=overlap_degree, transport="ragged")
+  check_all_masks(4, overlap_degree=overlap_degree, transport="ragged")
 
 
 @pytest.mark.long
@@ -91,28 +90,13 @@ def test_sixteen_devices_in_four_nodes():
   assert done.stdout.strip().endswith("right"), done.stderr[-3000:]
 
 
-def _check_all_masks(cp_size, *, overlap_degree, transport, **nodes):
-  """All masks through one compiled program, as the key is data."""
-  options = {"cp_size": cp_size, "overlap_degree": overlap_degree, "transport": transport, **nodes}
-  if transport == "auto":  # Each takes its own, and has a program of its own.
-    for name in ("causal", "documents", "window"):
-      key = magi_attn_flex_key(MASKS[name], **options)
-      inputs = make_inputs(np.random.default_rng(0), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
-      check_results(run(inputs, key, make_mesh(cp=cp_size)), inputs, MASKS[name])
-    return
-  keys = {name: magi_attn_flex_key(mask, **options) for name, mask in MASKS.items()}
-  room = keys["causal"].capacities
-  for key in keys.values():
-    room = room | key.capacities
-  mesh = make_mesh(cp=cp_size)
-  inputs = make_inputs(
-    np.random.default_rng(0), np.float32, LENGTH, LENGTH, 4, 2, 16, 24, num_sinks=0
-  )
-  for mask in MASKS.values():
-    key = magi_attn_flex_key(mask, capacities=room, **options)
-    assert key.capacities == room
-    results = run(inputs, key, mesh, deterministic=overlap_degree in (1, (1,)))
-    check_results(results, inputs, mask)
+def _check_own_programs(cp_size, **options):
+  """Each mask through a program of its own: "auto" takes a transport for each."""
+  inputs = make_inputs(np.random.default_rng(0), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
+  for name in ("causal", "documents", "window"):
+    key = magi_attn_flex_key(MASKS[name], cp_size=cp_size, **options)
+    results = run(inputs, key, make_mesh(cp=cp_size), implementation=NATIVE)
+    check_results(results, inputs, MASKS[name])
 
 
 def test_one_rank_has_nothing_to_overlap_with():

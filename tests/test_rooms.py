@@ -55,8 +55,8 @@ CPP = {
 OUTSIDE = {
   "xla/": {"ffi"},
   "nanobind/": {"ffi"},
-  "cute/": {"cuda/attention", "cuda/attention/sm90"},
-  "cutlass/": {"cuda/attention/sm90"},
+  "cute/": set(),
+  "cutlass/": {"cuda/attention", "cuda/attention/sm90"},  # Types of elements, and nothing else.
   "cuda": {"cuda", "cuda/attention", "cuda/attention/sm90", "cuda/softmax"},
 }
 

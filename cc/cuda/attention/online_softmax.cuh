@@ -11,7 +11,8 @@
 
 #include "cc/cuda/arithmetic.cuh"
 #include "cc/mask.h"
-#include "cute/numeric/numeric_types.hpp"
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
 
 namespace jax_magi::cuda {
 

@@ -4,12 +4,9 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_
 
 #include <cstdint>
-#include <utility>
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma with N = 48, 80, 112.
 #include "cc/cuda/attention/sm90/hopper.cuh"
-#include "cute/arch/mma_sm90.hpp"
-#include "cute/numeric/integral_constant.hpp"
+#include "cc/cuda/attention/sm90/wgmma_instruction.cuh"
 
 namespace jax_magi::cuda {
 
@@ -68,23 +65,10 @@ __device__ __forceinline__ uint64_t Advance(uint64_t descriptor, uint32_t offset
   return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + offset);
 }
 
-template <typename Atom, int... kIndex>
-__device__ __forceinline__ void WgmmaShared(uint64_t a, uint64_t b, float* d, bool accumulate,
-                                            std::integer_sequence<int, kIndex...>) {
-  Atom::fma(a, b, d[kIndex]...,
-            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
-
-template <typename Atom, int... kIndex>
-__device__ __forceinline__ void WgmmaRegister(const uint32_t* a, uint64_t b, float* d,
-                                              bool accumulate,
-                                              std::integer_sequence<int, kIndex...>) {
-  Atom::fma(a[0], a[1], a[2], a[3], b, d[kIndex]...,
-            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
-
 // What becomes of a product: the result, or it is subtracted from it.
 enum class Product { kIsResult, kIsSubtracted };
+template <Product kProduct>
+constexpr int kSignOf = kProduct == Product::kIsSubtracted ? -1 : 1;
 
 // scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
 // `keys_bytes` are the sizes of their panels; those of the rows may be narrower.
@@ -92,20 +76,15 @@ template <typename Element, int kN, int kDim, Product kProduct = Product::kIsRes
           int kRowPanelDims = 64>
 __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
                                                  uint32_t keys_bytes, float (&scores)[kN / 2]) {
-  using cute::SM90::GMMA::Major;
-  using cute::SM90::GMMA::ScaleIn;
-  using Atom =
-      decltype(cute::SM90::GMMA::ss_op_selector<
-               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, Major::K,
-               Major::K, kProduct == Product::kIsSubtracted ? ScaleIn::Neg : ScaleIn::One>());
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
     constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Of a panel.
-    WgmmaShared<Atom>(Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
-                      Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-                      /*accumulate=*/kProduct != Product::kIsResult || step > 0,
-                      std::make_integer_sequence<int, kN / 2>());
+    WgmmaInstruction<kN>::template Shared<Element, kSignOf<kProduct>, Contiguous::kAlong,
+                                          Contiguous::kAlong>(
+        Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
+        Advance(keys, panel * (keys_bytes / 16) + offset), scores,
+        /*accumulate=*/kProduct != Product::kIsResult || step > 0);
   }
 }
 
@@ -114,18 +93,12 @@ template <typename Element, int kN, int kDim, Product kProduct = Product::kIsRes
 __device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[kDim / 4],
                                                          uint64_t keys, uint32_t keys_bytes,
                                                          float (&scores)[kN / 2]) {
-  using cute::SM90::GMMA::Major;
-  using cute::SM90::GMMA::ScaleIn;
-  using Atom =
-      decltype(cute::SM90::GMMA::rs_op_selector<
-               Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>, Major::K,
-               Major::K, kProduct == Product::kIsSubtracted ? ScaleIn::Neg : ScaleIn::One>());
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaRegister<Atom>(rows + 4 * step, Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-                        /*accumulate=*/kProduct != Product::kIsResult || step > 0,
-                        std::make_integer_sequence<int, kN / 2>());
+    WgmmaInstruction<kN>::template Registers<Element, kSignOf<kProduct>, Contiguous::kAlong>(
+        rows + 4 * step, Advance(keys, panel * (keys_bytes / 16) + offset), scores,
+        /*accumulate=*/kProduct != Product::kIsResult || step > 0);
   }
 }
 
@@ -134,13 +107,10 @@ template <typename Element, int kN, int kDim>
 __device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[kN / 4],
                                                             uint64_t values,
                                                             float (&out)[kDim / 2]) {
-  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<
-                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kDim>, cute::_16>,
-                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
 #pragma unroll
   for (int step = 0; step < kN / 16; ++step) {
-    WgmmaRegister<Atom>(p + 4 * step, Advance(values, step * 2 * kAtomOffset), out,
-                        /*accumulate=*/true, std::make_integer_sequence<int, kDim / 2>());
+    WgmmaInstruction<kDim>::template Registers<Element, 1, Contiguous::kAcross>(
+        p + 4 * step, Advance(values, step * 2 * kAtomOffset), out, /*accumulate=*/true);
   }
 }
 
@@ -149,15 +119,13 @@ __device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[
 template <typename Element, int kN, int kK>
 __device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t rows,
                                                     uint32_t rows_bytes, float (&out)[kN / 2]) {
-  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
-                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kN>, cute::_16>,
-                        cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>());
 #pragma unroll
   for (int step = 0; step < kK / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaShared<Atom>(Advance(columns, step * 2 * kAtomOffset),
-                      Advance(rows, panel * (rows_bytes / 16) + offset), out,
-                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kN / 2>());
+    WgmmaInstruction<kN>::template Shared<Element, 1, Contiguous::kAcross, Contiguous::kAlong>(
+        Advance(columns, step * 2 * kAtomOffset), Advance(rows, panel * (rows_bytes / 16) + offset),
+        out,
+        /*accumulate=*/step > 0);
   }
 }
 
@@ -166,15 +134,12 @@ __device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t r
 template <typename Element, int kDim, int kK, int kPanelDims>
 __device__ __forceinline__ void MultiplyRowsValues(uint64_t rows, uint32_t rows_bytes,
                                                    uint64_t values, float (&out)[kDim / 2]) {
-  using Atom = decltype(cute::SM90::GMMA::ss_op_selector<
-                        Element, Element, float, cute::Shape<cute::_64, cute::Int<kDim>, cute::_16>,
-                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>());
 #pragma unroll
   for (int step = 0; step < kK / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaShared<Atom>(Advance(rows, panel * (rows_bytes / 16) + offset),
-                      Advance(values, step * 2 * kAtomOffsetOf<kPanelDims>), out,
-                      /*accumulate=*/step > 0, std::make_integer_sequence<int, kDim / 2>());
+    WgmmaInstruction<kDim>::template Shared<Element, 1, Contiguous::kAlong, Contiguous::kAcross>(
+        Advance(rows, panel * (rows_bytes / 16) + offset),
+        Advance(values, step * 2 * kAtomOffsetOf<kPanelDims>), out, /*accumulate=*/step > 0);
   }
 }
 
