@@ -10,7 +10,6 @@ import pytest
 import jax_magi
 from jax_magi import reference
 from tests.arrays import assert_trees_close, normals
-from tests.compilation import quick_jit
 
 
 def _operands(dtype=np.float32):
