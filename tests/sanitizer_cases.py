@@ -25,6 +25,7 @@ import numpy as np
 import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import check_attention, make_inputs
+from tests.list_calls import forged_list, forward_with_list
 from tests.needs import forward_in_clusters
 from tests.softmax_cases import SoftmaxCase, check_softmax
 from tests.stages import check_stages, mask_of_weights
@@ -88,6 +89,12 @@ def _batch():
 
   gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
   assert all(jnp.isfinite(g).all() for g in gradients)
+
+
+def _forged_list():
+  """A list whose tiles reach out of the arrays."""
+  mask = AttentionMask.causal(180)
+  forward_with_list(mask, forged_list(mask))
 
 
 def _bias_cases():
@@ -161,6 +168,7 @@ def _cases():
   for name, mask in (("long", AttentionMask.full(300, 1100)), ("uneven", _UNEVEN)):
     yield f"attention-128-128-forward-clusters-{name}", functools.partial(_in_clusters, mask)
   yield "attention-batch", _batch
+  yield "attention-forged-list", _forged_list
   yield from _bias_cases()
   for k_len in (17, 1000, 5001, 20001):  # Rows in a warp, a block, and memory.
     case = SoftmaxCase(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import jax_magi
 from jax_magi import AttentionMask
-from jax_magi._src.native.call import native_call
 from tests.accuracy import DTYPES, Inputs, check_attention, check_results, make_inputs
 from tests.arrays import normals
 from tests.cases import CASES
@@ -377,38 +376,3 @@ def test_layers_share_the_list_of_a_traced_mask(is_scan):
   np.testing.assert_allclose(
     np.asarray(gradient, np.float32), np.asarray(expected, np.float32), rtol=0.05, atol=0.05
   )
-
-
-@pytest.mark.parametrize(("change", "match"), [(0, None), (1, "tile list of another version")])
-def test_tile_list_of_another_tiling_is_refused(change, match):
-  """A program may outlive the build that made its list."""
-  q, k, v = _arrays((1, 200, 4, 64), (1, 200, 2, 64), (1, 200, 2, 64))
-  mask = AttentionMask.causal(200)
-  needs = hopper_needs(mask, is_backward=False, group=2, head_dim=64)
-
-  @jax.jit
-  def call(q, k, v):
-    sink = jnp.full((1, 4), -jnp.inf, np.float32)
-    tile_list = np.frombuffer(needs.tile_list, np.int32)
-    terms = jnp.zeros((0, 0, 0, 0), np.float32), jnp.zeros((0, 0), np.float32)
-    return native_call(
-      "jax_magi_attention_forward",
-      (q, k, v, mask.slices[None], sink, *terms, tile_list),
-      [
-        (q.shape, q.dtype),
-        (q.shape[:3], np.float32),
-        ((1, 4), np.float32),
-        ((needs.workspace_bytes,), np.uint8),
-      ],
-      softmax_scale=np.float32(0.125),
-      softcap=np.float32(0.0),
-      sm_margin=np.int32(0),
-      tile_stamp=np.int32(needs.tile_stamp + change),
-    )
-
-  if match is None:
-    expected = jax_magi.attention(q[0], k[0], v[0], mask)[0]
-    np.testing.assert_array_equal(call(q, k, v)[0][0], expected)
-  else:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
-      jax.block_until_ready(call(q, k, v))

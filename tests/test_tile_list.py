@@ -27,14 +27,30 @@ MASKS = {
 }
 
 
+_HEADER_WORDS = 16
+
+
 def _tiles(mask, **call):
-  words = np.frombuffer(hopper_needs(mask, **call).tile_list, np.int32).reshape(-1, 8)
-  assert words[0, 0] == len(words) - 1
-  assert (words[0, 2:] == 0).all(), "the device alone tells heavy tiles"
-  batch, begin, num_rows, num_blocks = words[1:, :4].T
+  words = np.frombuffer(hopper_needs(mask, **call).tile_list, np.int32)
+  header, tiles = words[:_HEADER_WORDS], words[_HEADER_WORDS:].reshape(-1, 8)
+  assert header[0] == len(tiles)
+  assert (header[2:5] == 0).all(), "the device alone tells heavy tiles"
+  batch, begin, num_rows, num_blocks = tiles[:, :4].T
   assert (batch == 0).all()
-  assert words[0, 1] == num_blocks[-1]
+  assert header[1] == num_blocks[-1]
   return begin, num_rows, num_blocks
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_say_what_they_are_made_for(name, is_backward):
+  """Stamp of the tiles, slice lists, slices and lengths: kernels take no list of another call."""
+  mask = MASKS[name]
+  needs = hopper_needs(mask, is_backward=is_backward)
+  key = np.frombuffer(needs.tile_list, np.int32)[5:10].tolist()
+  lengths = (mask.k_len, mask.q_len) if is_backward else (mask.q_len, mask.k_len)
+  stamp = needs.tile_stamp - HOPPER.module.stamp_of_blocks(stamped_blocks(needs))
+  assert key == [stamp, 1, len(mask.slices), *lengths]
 
 
 def _with_bias(mask):
@@ -298,7 +314,9 @@ def test_room_for_a_list_that_the_device_makes(is_backward):
   mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000])
   needs = hopper_needs(mask, is_backward=is_backward, static_slices=None)
   most_rows = most_tile_rows(needs)
-  assert needs.tile_list_words == 8 * (1 + 2 * (-(-3000 // most_rows) + 2 * mask.slices.shape[0]))
+  assert needs.tile_list_words == _HEADER_WORDS + 8 * (
+    2 * (-(-3000 // most_rows) + 2 * mask.slices.shape[0])
+  )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -48,11 +48,30 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
       return Invalid(context.c_str(), "tile_list", "is missing");
     }
   }
+  const cuda::Tiling& tiling = in_clusters ? layout.cluster_tiling : layout.tiling;
+  const int64_t num_blocks = cuda::BlocksOfStamp(tile_stamp);
+  const int64_t list_bytes = static_cast<int64_t>(tile_list.size_bytes());
+  int64_t max_tiles = 0;
+  if (layout.tiling.num_rows > 0) {
+    // What a list says of itself is compared when the call runs; its size is known here. A list of
+    // a mask that is not known has room for as many tiles again, to sort them.
+    max_tiles = (list_bytes - static_cast<int64_t>(sizeof(cuda::TileList))) /
+                static_cast<int64_t>(sizeof(cuda::Tile));
+    const int64_t most = cuda::MaxTiles(call.shape, tiling);
+    const bool is_made_by_device = list_bytes == cuda::TileListBytes(call.shape, tiling);
+    if (max_tiles > most && !is_made_by_device) {
+      return Invalid(context.c_str(), "tile_list",
+                     "is of another call: it has " + std::to_string(max_tiles) +
+                         " tiles, and there may be " + std::to_string(most));
+    }
+    if (is_made_by_device) max_tiles = most;
+  }
   if (static_cast<int64_t>(workspace.size_bytes()) < layout.workspace_bytes) {
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
   *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
-              cuda::BlocksOfStamp(tile_stamp),
+              max_tiles,
+              num_blocks,
               in_clusters,
               /*cuts_heads=*/false,
               workspace.untyped_data(),

@@ -16,6 +16,7 @@ namespace jax_magi::cuda {
 struct LaunchOptions {
   // On the device, as PlanTiles or MakeTileList made it for the call's tiling.
   const TileList* tile_list;
+  int64_t max_tiles;   // That there is room for where it lies.
   int64_t num_blocks;  // Of all its tiles, about, as its stamp says; 0: not known.
   bool in_clusters;    // Of the backward kernel.
   bool cuts_heads;     // The backward kernel may cut tiles: see head_cuts.h.

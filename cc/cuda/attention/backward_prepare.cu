@@ -24,6 +24,7 @@ struct PrepareArgs {
   float4 *dk, *dv;                  // [batch, k_len, row]
   uint32_t dk_vectors, dv_vectors;  // Of a row: all kv heads.
   WorkCounter* counter;
+  ListCheck check;
 };
 
 // Blocks of threads that fill rows of tiles with zeros, however many these are, and rows that one
@@ -60,10 +61,13 @@ __device__ __forceinline__ void ClearAddedTiles(const PrepareArgs& args, uint32_
   const AddedTiles& added = args.added;
   const uint32_t num_blocks = gridDim.x - args.num_statistic_blocks - args.num_zero_blocks;
   const uint32_t per_tile = CeilDiv(added.tile_rows, kRowsAtOnce);
-  const uint32_t num_tiles = added.list->num_above[added.num_thresholds - 1] * args.num_repeats;
+  const int num_listed = Min(added.list->num_above[added.num_thresholds - 1], args.check.max_tiles);
+  const uint32_t num_tiles = Max(num_listed, 0) * args.num_repeats;
   for (uint32_t i = block; i < num_tiles * per_tile; i += num_blocks) {
     const uint32_t index = i / per_tile, repeat = index % args.num_repeats;
-    const Tile tile = added.list->tiles()[index / args.num_repeats];
+    Tile tile = added.list->tiles()[index / args.num_repeats];
+    ClampTile(args.check.key.num_lists, static_cast<int>(args.k_len), args.check.key.num_slices,
+              tile);
     const int skipped = static_cast<int>(i % per_tile) * kRowsAtOnce;
     const int num_rows = Min(tile.num_rows - skipped, kRowsAtOnce);
     if (num_rows <= 0) continue;
@@ -79,6 +83,7 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
   LetNextKernelStart();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     args.counter->next_work = args.counter->next_hidden = 0;
+    args.check.Check();
   }
   if (blockIdx.x < args.num_statistic_blocks) {
     MakeStatistic(args);
@@ -99,9 +104,9 @@ __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs ar
 
 }  // namespace
 
-cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
-                            const AddedTiles& added, QueryStatistic* statistics,
-                            WorkCounter* counter, cudaStream_t stream) {
+cudaError_t PrepareBackward(const BackwardArgs& args, const ListCheck& check,
+                            const ZeroBytes& zeros, const AddedTiles& added,
+                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream) {
   const AttentionShape& shape = args.shape;
   const auto num_eights = static_cast<uint32_t>(PaddedQueries(shape.q_len) / 8);
   const auto num_q_heads = static_cast<uint32_t>(shape.num_q_heads);
@@ -131,7 +136,8 @@ cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
                             static_cast<float4*>(args.dv),
                             row_vectors(shape.head_dim),
                             row_vectors(shape.value_dim),
-                            counter};
+                            counter,
+                            check};
   const int64_t num_added_blocks =
       added.num_thresholds == 0
           ? 0

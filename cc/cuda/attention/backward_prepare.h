@@ -29,12 +29,13 @@ struct AddedTiles {
   int tile_rows;
 };
 
-// Makes the statistics from args.lse and args.delta: start = -lse in exponents of 2. Resets the
-// counter, and fills `zeros`, whole vectors of 16 bytes, with zeros, and the rows of added tiles.
-// The kernel after it may start at once, and must wait for it with griddepcontrol.wait.
-cudaError_t PrepareBackward(const BackwardArgs& args, const ZeroBytes& zeros,
-                            const AddedTiles& added, QueryStatistic* statistics,
-                            WorkCounter* counter, cudaStream_t stream);
+// Makes the statistics from args.lse and args.delta: start = -lse in exponents of 2. Checks the
+// list, resets the counter, and fills `zeros`, whole vectors of 16 bytes, with zeros, and the rows
+// of added tiles. The kernel after it may start at once, and must wait for it with
+// griddepcontrol.wait.
+cudaError_t PrepareBackward(const BackwardArgs& args, const ListCheck& check,
+                            const ZeroBytes& zeros, const AddedTiles& added,
+                            QueryStatistic* statistics, WorkCounter* counter, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

@@ -36,7 +36,7 @@ struct CutArgs {
   const Slice* slices;
 
   CutArgs(const AttentionShape& shape, const Tiling& tiling, const Slice* slices)
-      : num_lists(shape.shared_slices ? 1 : static_cast<int>(shape.batch)),
+      : num_lists(NumLists(shape)),
         num_rows(NumRows(shape, tiling)),
         num_columns(NumColumns(shape, tiling)),
         num_slices(static_cast<int>(shape.num_slices)),

@@ -77,19 +77,22 @@ __device__ void LetKernelsOverlap() {
   LetNextKernelStart();
 }
 
-__global__ void ResetKernel(WorkCounter* counter, int num_part_counters, float* max_logits,
-                            int num_max_logits) {
+__global__ void ResetKernel(ListCheck check, WorkCounter* counter, int num_part_counters,
+                            float* max_logits, int num_max_logits) {
   LetKernelsOverlap();
   for (int i = threadIdx.x; i < num_max_logits; i += blockDim.x) max_logits[i] = -INFINITY;
   auto* part_counters = reinterpret_cast<int32_t*>(counter + 1);
   for (int i = threadIdx.x; i < num_part_counters; i += blockDim.x) part_counters[i] = 0;
-  if (threadIdx.x == 0) counter->next_work = counter->next_hidden = 0;
+  if (threadIdx.x == 0) {
+    counter->next_work = counter->next_hidden = 0;
+    check.Check();
+  }
 }
 
 // One block of threads: cuts rows into tiles, then sorts them by counting, a thread a bin.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    TileListKernel(CutArgs args, TileList* list, Tile* unsorted) {
+    TileListKernel(CutArgs args, ListKey key, TileList* list, Tile* unsorted) {
   __shared__ int bins[kThreads], rows[kThreads];
   __shared__ Segment segments[kThreads];
   const int thread = threadIdx.x;
@@ -105,7 +108,10 @@ __global__ void __launch_bounds__(kThreads)
     const Segment& last = segments[num_segments - 1];
     num_tiles = last.first_tile + last.num_tiles;
   }
-  if (thread == 0) list->num_tiles = num_tiles;
+  if (thread == 0) {
+    list->num_tiles = num_tiles;
+    list->key = key;
+  }
   __syncthreads();
   bins[thread] = 0;
   __syncthreads();
@@ -171,15 +177,16 @@ Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Sli
                         CeilDiv(args.num_columns, tiling.num_columns) < kFew;
   const auto kernel = is_small ? TileListKernel<kFew> : TileListKernel<kMany>;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args,
-                                            list, list->tiles() + MaxTiles(shape, tiling)));
+                                            KeyOf(shape, tiling), list,
+                                            list->tiles() + MaxTiles(shape, tiling)));
   return {};
 }
 
-Status ResetWork(const AttentionShape& shape, WorkCounter* counter, int num_part_counters,
-                 float* max_logits, cudaStream_t stream) {
+Status ResetWork(const AttentionShape& shape, const ListCheck& check, WorkCounter* counter,
+                 int num_part_counters, float* max_logits, cudaStream_t stream) {
   const int num_max_logits =
       max_logits == nullptr ? 0 : static_cast<int>(shape.batch * shape.num_q_heads);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(ResetKernel, 1, 128, 0, stream, counter,
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(ResetKernel, 1, 128, 0, stream, check, counter,
                                             num_part_counters, max_logits, num_max_logits));
   return {};
 }

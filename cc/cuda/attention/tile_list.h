@@ -36,13 +36,26 @@ struct alignas(32) Tile {
 constexpr int kNumThresholds = 3;
 constexpr int ThresholdBlocks(int i) { return 16 >> i; }
 
+// What a list is made for. It serves no call of other lengths, slices or tiles.
+struct ListKey {
+  int32_t stamp;      // Of the tiling.
+  int32_t num_lists;  // Slice lists: one for each batch element, or one for all.
+  int32_t num_slices, num_rows, num_columns;
+
+  JAX_MAGI_INLINE bool operator==(const ListKey& other) const {
+    return stamp == other.stamp && num_lists == other.num_lists && num_slices == other.num_slices &&
+           num_rows == other.num_rows && num_columns == other.num_columns;
+  }
+};
+
 // The tiles follow.
 struct alignas(32) TileList {
   int32_t num_tiles;
   int32_t least_blocks;  // Of the last tile.
   // Tiles at the front that have so many blocks or more; 0 in a list that was made on the host.
   int32_t num_above[kNumThresholds];
-  int32_t padding[3];
+  ListKey key;
+  int32_t padding[6];
 
   JAX_MAGI_INLINE const Tile* tiles() const { return reinterpret_cast<const Tile*>(this + 1); }
   JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
@@ -55,10 +68,14 @@ struct alignas(32) WorkCounter {
   int32_t padding[6];
 };
 
+// Whose kernels a list is for.
+enum class Architecture : int32_t { kNone = 0, kSm90 = 1 };
+
 // How a variant of a kernel cuts the score matrix.
 struct Tiling {
+  Architecture architecture;
   int num_rows;     // Of a tile.
-  int num_columns;  // Of a block.
+  int num_columns;  // Of a block, a multiple of 16.
   bool by_keys;     // Rows are keys.
   // Blocks and tiles of keys begin at multiples of kPositionAlignment: TMA takes boxes of a bias
   // from there alone.
@@ -66,12 +83,15 @@ struct Tiling {
 
   // Tells lists of this tiling from others: programs may outlive the build that made their list.
   int32_t stamp() const {
-    constexpr int32_t kVersion = 5;  // To be raised when TileList or Tile changes its meaning.
-    return ((kVersion * 2 + by_keys) * 1024 + num_rows) * 1024 + aligns_keys * 512 + num_columns;
+    constexpr int32_t kVersion = 6;  // To be raised when TileList or Tile changes its meaning.
+    static_assert(kVersion < 8, "what follows in a stamp is the number of blocks");
+    return kVersion << 21 | by_keys << 20 | num_rows << 10 |
+           static_cast<int32_t>(architecture) << 6 | aligns_keys << 5 | num_columns / 16;
   }
   // The one with this stamp, if it is of this build: else its own is another.
   static Tiling OfStamp(int32_t stamp) {
-    return {stamp >> 10 & 1023, stamp & 511, (stamp >> 20 & 1) != 0, (stamp >> 9 & 1) != 0};
+    return {static_cast<Architecture>(stamp >> 6 & 15), stamp >> 10 & 1023, (stamp & 31) * 16,
+            (stamp >> 20 & 1) != 0, (stamp >> 5 & 1) != 0};
   }
 };
 
@@ -99,9 +119,18 @@ inline int NumColumns(const AttentionShape& shape, const Tiling& tiling) {
 
 JAX_MAGI_INLINE int CeilDiv(int a, int b) { return (a + b - 1) / b; }
 
+inline int NumLists(const AttentionShape& shape) {
+  return shape.shared_slices ? 1 : static_cast<int>(shape.batch);
+}
+
+inline ListKey KeyOf(const AttentionShape& shape, const Tiling& tiling) {
+  return {tiling.stamp(), NumLists(shape), static_cast<int32_t>(shape.num_slices),
+          NumRows(shape, tiling), NumColumns(shape, tiling)};
+}
+
 // Tiles are full, or end where a slice begins or ends.
 inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
-  return (shape.shared_slices ? 1 : shape.batch) *
+  return NumLists(shape) *
          (CeilDiv(NumRows(shape, tiling), tiling.num_rows) + 2 * shape.num_slices);
 }
 
@@ -114,6 +143,15 @@ inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling) 
 JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
                                 bool by_keys) {
   return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
+}
+
+// Moves a tile into the arrays, whatever it says: what it is read from may not be a list.
+JAX_MAGI_INLINE void ClampTile(int num_lists, int num_rows, int num_slices, Tile& tile) {
+  tile.batch = Clamp(tile.batch, 0, num_lists - 1);
+  tile.begin = Clamp(tile.begin, 0, num_rows);
+  tile.num_rows = Clamp(tile.num_rows, 0, num_rows - tile.begin);
+  tile.slice_begin = Max(tile.slice_begin, 0);
+  tile.slice_end = Min(tile.slice_end, num_slices);
 }
 
 // Columns that rows of the tile see by a slice, up to where blocks of them may end: a multiple of
@@ -133,10 +171,27 @@ JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool 
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                     TileList* list, cudaStream_t stream);
 
+// A call's list, and what it has to be made for. Null: there is none to check.
+struct ListCheck {
+  const TileList* list;
+  ListKey key;
+  int32_t max_tiles;
+
+#ifdef __CUDACC__
+  // Ends the program if the list is another call's, as it would end if we were wrong elsewhere: a
+  // call has no way to say so when it runs. For one thread of a kernel before the one that works.
+  __device__ __forceinline__ void Check() const {
+    if (list == nullptr) return;
+    const bool is_own = list->key == key && 0 <= list->num_tiles && list->num_tiles <= max_tiles;
+    if (!is_own) __trap();
+  }
+#endif
+};
+
 // Resets the counter and those of parts, which follow it, and fills max_logits, unless they are
-// null, with -inf.
-Status ResetWork(const AttentionShape& shape, WorkCounter* counter, int num_part_counters,
-                 float* max_logits, cudaStream_t stream);
+// null, with -inf. Checks the list.
+Status ResetWork(const AttentionShape& shape, const ListCheck& check, WorkCounter* counter,
+                 int num_part_counters, float* max_logits, cudaStream_t stream);
 
 }  // namespace jax_magi::cuda
 

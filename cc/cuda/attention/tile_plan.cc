@@ -187,6 +187,7 @@ TilePlan PlanTiles(const AttentionShape& shape, const Tiling& tiling, const Slic
   plan.tile_list.resize((sizeof(TileList) + tiles.size() * sizeof(Tile)) / sizeof(int32_t));
   auto* list = reinterpret_cast<TileList*>(plan.tile_list.data());
   list->num_tiles = static_cast<int>(tiles.size());
+  list->key = KeyOf(shape, tiling);
   list->least_blocks = tiles.empty() ? 0 : tiles.back().num_blocks;
   std::copy(tiles.begin(), tiles.end(), list->tiles());
   return plan;

@@ -12,7 +12,7 @@ namespace jax_magi::cuda {
 // query heads that a block of threads takes at once.
 struct WorkParams {
   const Slice* slices;
-  int num_slices, num_rows, num_columns;
+  int num_slices, num_rows, num_columns, num_lists;
   const TileList* list;
   WorkCounter* counter;
   // With shared slices, the list's tiles serve this many batch elements; else it names them itself.
@@ -31,6 +31,7 @@ inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, co
   work.num_slices = static_cast<int>(shape.num_slices);
   work.num_rows = NumRows(shape, tiling);
   work.num_columns = NumColumns(shape, tiling);
+  work.num_lists = NumLists(shape);
   work.list = list;
   work.counter = counter;
   work.num_repeats = shape.shared_slices ? static_cast<uint32_t>(shape.batch) : 1;
@@ -83,7 +84,8 @@ __device__ __forceinline__ uint32_t Divide(uint32_t x, uint32_t divisor) {
   return divisor == 1 ? x : x / divisor;
 }
 
-// Sets the item's tile to the one at `index` of the list. For one warp.
+// Sets the item's tile to the one at `index` of the list. For one warp, whose first lane alone may
+// use it before the warp is synchronized again.
 __device__ __forceinline__ void CopyTile(const WorkParams& params, uint32_t index, int lane,
                                          WorkItem& item) {
   const Tile* tile = params.list->tiles() + index;
@@ -93,6 +95,7 @@ __device__ __forceinline__ void CopyTile(const WorkParams& params, uint32_t inde
     reinterpret_cast<int4*>(&item.tile)[part] = reinterpret_cast<const int4*>(tile)[part];
   }
   __syncwarp();
+  if (lane == 0) ClampTile(params.num_lists, params.num_rows, params.num_slices, item.tile);
 }
 
 // Sets the item to work `number`. For one warp.

@@ -14,7 +14,7 @@
 namespace jax_magi::cuda {
 
 template <typename Config>
-constexpr Tiling kBackwardTiling = {Config::kClusterSize * Config::kBlockRows,
+constexpr Tiling kBackwardTiling = {Architecture::kSm90, Config::kClusterSize * Config::kBlockRows,
                                     Config::kBlockColumns, /*by_keys=*/true,
                                     /*aligns_keys=*/Config::kHasTerms};
 
@@ -184,8 +184,9 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
     added = {options.tile_list, NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
              kBackwardTiling<Config>.num_rows};
   }
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(
-      args, zeros, added, statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      PrepareBackward(args, CheckOf(shape, kBackwardTiling<Config>, options), zeros, added,
+                      statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
   if (shape.k_len > 0) {
     JAX_MAGI_RETURN_IF_BAD(
         LaunchBackwardKernel<Config>(args, num_parts, statistics, sum.data, order, rest));

@@ -28,8 +28,8 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
       AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
       args, counter + 1, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      PrepareBackward(args, zeros, /*added=*/{}, statistics, counter, options.stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, CheckOf(shape, tiling, options), zeros,
+                                                /*added=*/{}, statistics, counter, options.stream));
   if (shape.k_len > 0) {
     auto launch = LaunchBackwardKernel<All>;
     if (is_bias_alone) {

@@ -24,7 +24,7 @@ Tiling ConfigTiling(const AttentionShape& shape) {
   // Where queries are few, all tiles pack heads.
   const int most_rows = static_cast<int>(std::min<int64_t>(shape.q_len, Config::kBlockM));
   const int log2_pack = Log2Pack<Config>(most_rows, static_cast<int>(shape.group()));
-  return {Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false,
+  return {Architecture::kSm90, Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false,
           /*aligns_keys=*/Config::kHasTerms};
 }
 
@@ -41,9 +41,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   auto* counter = static_cast<WorkCounter*>(options.workspace);
   static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
-  JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, counter, may_cut ? kMaxPartCounters : 0,
-                                   args.running_out != nullptr ? nullptr : args.max_logits,
-                                   options.stream));
+  JAX_MAGI_RETURN_IF_BAD(
+      ResetWork(shape, CheckOf(shape, tiling, options), counter, may_cut ? kMaxPartCounters : 0,
+                args.running_out != nullptr ? nullptr : args.max_logits, options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,

@@ -55,6 +55,14 @@ Status LaunchPersistent(const Params& params, int num_threads, size_t shared_byt
   return {};
 }
 
+// Of a call's list, where there is anything to work on.
+inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
+                         const LaunchOptions& options) {
+  const bool has_work = NumRows(shape, tiling) > 0;
+  return {has_work ? options.tile_list : nullptr, KeyOf(shape, tiling),
+          static_cast<int32_t>(options.max_tiles)};
+}
+
 // A tensor for TMA, and the boxes it is moved in.
 struct TensorBox {
   DType dtype;
