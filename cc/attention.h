@@ -135,6 +135,28 @@ struct AttentionCall {
   bool has_float_grads = false;  // Those of k and v are float32; else they are of dtype.
 };
 
+// The call that these are the operands of.
+template <typename Args>
+AttentionCall CallWithTerms(const Args& args, bool is_backward, bool deterministic) {
+  AttentionCall call{args.shape, args.dtype, args.params.softcap != 0.0f, is_backward,
+                     deterministic};
+  call.has_bias = args.bias != nullptr;
+  call.has_alibi = args.alibi_slopes != nullptr;
+  call.bias_layout = args.bias_layout;
+  return call;
+}
+inline AttentionCall CallOf(const ForwardArgs& args) {
+  return CallWithTerms(args, /*is_backward=*/false, /*deterministic=*/true);
+}
+inline AttentionCall CallOf(const BackwardArgs& args, bool deterministic) {
+  AttentionCall call = CallWithTerms(args, /*is_backward=*/true, deterministic);
+  call.wants_dbias = args.dbias != nullptr;
+  call.wants_dslopes = args.dslopes != nullptr;
+  call.sums_dq = args.dq_sum != nullptr;
+  call.has_float_grads = args.dkv_dtype == DType::kF32;
+  return call;
+}
+
 // What a device asks of the caller for it.
 struct AttentionNeeds {
   int64_t workspace_bytes = 0;

@@ -55,7 +55,7 @@ def _backward(change, aliases=None):
     "dslopes": ((0,), _F32),
     "workspace": ((0,), np.uint8),
   }
-  attributes = _FORWARD_ATTRIBUTES | {"deterministic": False}
+  attributes = _FORWARD_ATTRIBUTES | {"deterministic": False, "num_dkv_parts": np.int32(1)}
   _run("jax_magi_attention_backward", operands, results, attributes, change, aliases)
 
 

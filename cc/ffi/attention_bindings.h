@@ -58,7 +58,8 @@ auto BackwardBinding() {
       .template Attr<float>("softcap")
       .template Attr<bool>("deterministic")
       .template Attr<int32_t>("sm_margin")
-      .template Attr<int32_t>("tile_stamp");
+      .template Attr<int32_t>("tile_stamp")
+      .template Attr<int32_t>("num_dkv_parts");
 }
 
 }  // namespace jax_magi

@@ -33,7 +33,7 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
                     ffi::Result<ffi::AnyBuffer> dslopes, ffi::Result<ffi::AnyBuffer> /*workspace*/,
                     float softmax_scale, float softcap, bool /*deterministic: always*/,
-                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
+                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/, int32_t /*num_dkv_parts*/) {
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
                                           running, *dq, *dk, *dv, *dbias, *dslopes,

@@ -1,5 +1,7 @@
 // FFI handlers of the CUDA kernels: decode, check, call.
 
+#include <algorithm>
+
 #include "cc/cuda/attention/attention.h"
 #include "cc/cuda/attention/head_cuts.h"
 #include "cc/cuda/attention/term_gradients.h"
@@ -13,14 +15,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Says what terms a ForwardArgs or BackwardArgs has.
-template <typename Args>
-void AddTerms(const Args& args, AttentionCall* call) {
-  call->has_bias = args.bias != nullptr;
-  call->has_alibi = args.alibi_slopes != nullptr;
-  call->bias_layout = args.bias_layout;
-}
-
 // Of a list of tiles, or what one is to be made by.
 ffi::Error CheckStamp(const std::string& context, int32_t stamp, int32_t expected) {
   if (stamp == expected) return ffi::Error::Success();
@@ -31,10 +25,10 @@ ffi::Error CheckStamp(const std::string& context, int32_t stamp, int32_t expecte
 }
 
 // Checks what only the GPU's kernels ask for, and makes the options of a launch.
-ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
+ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, int num_dkv_parts,
                          ffi::AnyBuffer tile_list, ffi::AnyBuffer workspace, int32_t sm_margin,
                          int32_t tile_stamp, cudaStream_t stream, cuda::LaunchOptions* options) {
-  const cuda::CallLayout layout = cuda::LayoutOf(call);
+  const cuda::CallLayout layout = cuda::LayoutOf(call, num_dkv_parts);
   if (call.shape.head_dim % 8 || call.shape.value_dim % 8) {
     return ffi::Error::InvalidArgument(context + ": head dims must be multiples of 8 on CUDA");
   }
@@ -75,6 +69,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call,
               in_clusters,
               /*cuts_heads=*/false,
               workspace.untyped_data(),
+              static_cast<int64_t>(workspace.size_bytes()),
               sm_margin,
               stream};
   return ffi::Error::Success();
@@ -103,12 +98,9 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
                                                   {"lse", *lse},
                                                   {"max_logits", *max_logits},
                                                   {"workspace", *workspace}}));
-  AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/false,
-                     /*deterministic=*/true};
-  AddTerms(args, &call);
   cuda::LaunchOptions options;
-  JAX_MAGI_RETURN_IF_ERROR(
-      DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeOptions(context, CallOf(args), /*num_dkv_parts=*/1, tile_list,
+                                         *workspace, sm_margin, tile_stamp, stream, &options));
   return ToError(context, cuda::AttentionForward(args, options));
 }
 
@@ -120,7 +112,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
                     ffi::Result<ffi::AnyBuffer> dslopes, ffi::Result<ffi::AnyBuffer> workspace,
                     float softmax_scale, float softcap, bool deterministic, int32_t sm_margin,
-                    int32_t tile_stamp) {
+                    int32_t tile_stamp, int32_t num_dkv_parts) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
@@ -142,12 +134,14 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                                                   {"dbias", *dbias},
                                                   {"dslopes", *dslopes},
                                                   {"workspace", *workspace}}));
-  AttentionCall call{args.shape, args.dtype, softcap != 0.0f, /*is_backward=*/true, deterministic};
-  AddTerms(args, &call);
-  call.wants_dbias = args.dbias != nullptr;
-  call.wants_dslopes = args.dslopes != nullptr;
-  call.sums_dq = args.dq_sum != nullptr;
-  call.has_float_grads = args.dkv_dtype == DType::kF32;
+  const AttentionCall call = CallOf(args, deterministic);
+  const int64_t most_parts = args.shape.num_kv_heads == 0 ? 1 : args.shape.group();
+  if (num_dkv_parts < 1 || num_dkv_parts > std::max<int64_t>(most_parts, 1) ||
+      most_parts % num_dkv_parts != 0) {
+    return Invalid(context, "num_dkv_parts",
+                   "must divide the number of query heads of a kv head, " +
+                       std::to_string(most_parts) + ", got " + std::to_string(num_dkv_parts));
+  }
   if (call.wants_dbias) {
     const bool is_summed = cuda::IsDbiasSummed(args.shape, args.bias_layout, args.dtype);
     if (is_summed && args.dbias_dtype != DType::kF32) {
@@ -159,16 +153,13 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
     }
   }
   cuda::LaunchOptions options;
-  JAX_MAGI_RETURN_IF_ERROR(
-      DecodeOptions(context, call, tile_list, *workspace, sm_margin, tile_stamp, stream, &options));
-  const int64_t more =
-      static_cast<int64_t>(workspace->size_bytes()) - cuda::LayoutOf(call).workspace_bytes;
-  const int num_parts = cuda::NumPartsIn(args.shape, more);
+  JAX_MAGI_RETURN_IF_ERROR(DecodeOptions(context, call, num_dkv_parts, tile_list, *workspace,
+                                         sm_margin, tile_stamp, stream, &options));
   // The stamp of a known list says how many blocks it has. One without blocks is not cut either
   // way.
   options.cuts_heads =
-      num_parts == 1 && cuda::CutsHeads(call, /*is_mask_known=*/options.num_blocks > 0);
-  return ToError(context, cuda::AttentionBackward(args, num_parts, deterministic, options));
+      num_dkv_parts == 1 && cuda::CutsHeads(call, /*is_mask_known=*/options.num_blocks > 0);
+  return ToError(context, cuda::AttentionBackward(args, num_dkv_parts, deterministic, options));
 }
 
 ffi::Error FinishDq(cudaStream_t stream, ffi::AnyBuffer sum, ffi::Result<ffi::AnyBuffer> dq,

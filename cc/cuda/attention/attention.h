@@ -20,7 +20,8 @@ struct LaunchOptions {
   int64_t num_blocks;  // Of all its tiles, about, as its stamp says; 0: not known.
   bool in_clusters;    // Of the backward kernel.
   bool cuts_heads;     // The backward kernel may cut tiles: see head_cuts.h.
-  void* workspace;     // As many bytes as AttentionNeeds says.
+  void* workspace;
+  int64_t workspace_bytes;  // As many as AttentionNeeds says, or more.
   int sm_margin;
   cudaStream_t stream;
 };
@@ -28,7 +29,7 @@ struct LaunchOptions {
 // Each enqueues the computation; allocates nothing and waits for nothing. Element types are bf16
 // and fp16; head_dim and value_dim are multiples of 8, up to 256.
 Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
-// A group's query heads are worked on in `num_parts` parts.
+// A group's query heads are worked on in `num_parts` parts: AttentionNeeds::num_dkv_parts.
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options);
 
@@ -36,9 +37,6 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
 // takes the shape's batch and queries, the scale, dq and its dtype, which is that of dk, and
 // dq_sum.
 Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream);
-
-// As many as have left so many bytes more in the workspace.
-int NumPartsIn(const AttentionShape& shape, int64_t num_bytes);
 
 // How a call cuts the score matrix, and the workspace it takes; all zero where no variant takes it.
 struct CallLayout {
@@ -49,7 +47,7 @@ struct CallLayout {
   Tiling cluster_tiling{};
   int64_t dq_sum_words = 0;  // As AttentionNeeds says.
 };
-CallLayout LayoutOf(const AttentionCall& call);
+CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts);
 
 // All that a call needs, when it is traced: it takes longer to say. With slices, one list that the
 // whole batch shares, there will be a list of tiles.

@@ -17,10 +17,10 @@ struct DkvParts {
   int num_parts;
 };
 
-inline int64_t DkvPartsBytes(const AttentionShape& shape, int num_parts) {
+inline int64_t DkvPartsWords(const AttentionShape& shape, int num_parts) {
   if (num_parts == 1) return 0;
   return num_parts * shape.batch * shape.k_len * shape.num_kv_heads *
-         (shape.head_dim + shape.value_dim) * static_cast<int64_t>(sizeof(float));
+         (shape.head_dim + shape.value_dim);
 }
 
 // args.dq = softmax_scale * sum, in its own order and dtype, unless the sum goes on in other calls;

@@ -9,10 +9,9 @@
 
 namespace jax_magi::cuda {
 
-// Bytes of workspace that statistics take. What follows them is aligned like a TileList.
-inline int64_t StatisticsBytes(const AttentionShape& shape) {
-  return shape.batch * shape.num_q_heads * (PaddedQueries(shape.q_len) / 8) *
-         sizeof(QueryStatistic);
+// One for eight queries of a head.
+inline int64_t NumStatistics(const AttentionShape& shape) {
+  return shape.batch * shape.num_q_heads * (PaddedQueries(shape.q_len) / 8);
 }
 
 // Memory that has to be zero.

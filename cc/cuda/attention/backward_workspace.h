@@ -28,12 +28,6 @@ struct alignas(64) QueryStatistic {
   float delta[8];
 };
 
-// Up to where statistics may begin.
-inline int64_t AlignStatistics(int64_t num_bytes) {
-  return (num_bytes + alignof(QueryStatistic) - 1) / alignof(QueryStatistic) *
-         alignof(QueryStatistic);
-}
-
 // Blocks of queries begin at multiples of this; and blocks and tiles of keys, where a Tiling says
 // so.
 constexpr int kPositionAlignment = 8;

@@ -66,14 +66,11 @@ inline DqOrder DqOrderOf(const AttentionShape& shape, const Tiling& tiling, int 
   return order;
 }
 
-// Bytes of workspace of both, aligned as statistics are. `done` follows the sum, and has to be
-// filled with zeros as it is.
-inline int64_t DqDoneBytes(const DqOrder& order) {
-  return AlignStatistics(2 * 4 * order.num_counters);
-}
-inline int64_t DqTurnsBytes(const AttentionShape& shape, const DqOrder& order,
-                            const Tiling& tiling) {
-  return AlignStatistics(4 * MaxTiles(shape, tiling) * order.num_units);
+// Words of workspace of both. `done` follows the sum, and has to be filled with zeros as it is, by
+// whole vectors of 16 bytes.
+inline int64_t NumDqDone(const DqOrder& order) { return (2 * order.num_counters + 3) / 4 * 4; }
+inline int64_t NumDqTurns(const AttentionShape& shape, const DqOrder& order, const Tiling& tiling) {
+  return MaxTiles(shape, tiling) * order.num_units;
 }
 
 // Fills `turns`. The next kernel on the stream may start at once, and must wait for it with

@@ -8,12 +8,6 @@
 
 namespace jax_magi::cuda {
 
-// Where parts lie in the workspace: none where there is none.
-struct PartsParams {
-  int32_t* counters;
-  float4* parts;
-};
-
 // Which work is cut, in shared memory: the planner's own.
 template <int kClusterSize>
 struct KeyParts {

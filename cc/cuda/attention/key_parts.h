@@ -36,13 +36,12 @@ inline bool MayCutKeys(const AttentionShape& shape, const Tiling& tiling) {
   return CeilDiv(NumColumns(shape, tiling), tiling.num_columns) > 2 * kPartCost + kJoinCost;
 }
 
-// Bytes of workspace: counters, of parts of a tile that are done, and the parts.
-inline int64_t KeyPartsBytes(const AttentionShape& shape, const Tiling& tiling, int head_dim,
-                             int value_dim) {
-  if (!MayCutKeys(shape, tiling)) return 0;
-  return kMaxPartCounters * sizeof(int32_t) +
-         int64_t{kMaxParts} * MaxConsumers(head_dim) * kPartThreads * PartWords(value_dim) * 16;
-}
+// Where parts lie in the workspace, and counters, of parts of a tile that are done: none where
+// there is none.
+struct PartsParams {
+  int32_t* counters;
+  float4* parts;
+};
 
 }  // namespace jax_magi::cuda
 

@@ -69,13 +69,12 @@ __global__ void SumSlopesKernel(const float* moments, float* dslopes, int64_t k_
 
 }  // namespace
 
-cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, bool can_zero_hidden,
+cudaError_t PrepareTermGradients(const BackwardArgs& args, float* sums, bool can_zero_hidden,
                                  cudaStream_t stream, TermGradients* gradients) {
   *gradients = {};
   const AttentionShape& shape = args.shape;
   const BiasLayout& layout = args.bias_layout;
   const int64_t num_sums = shape.batch * shape.num_q_heads * shape.k_len;
-  auto* sums = static_cast<float*>(workspace);
   const bool is_by_key = args.dbias != nullptr && IsBiasByKey(shape, layout);
   if (is_by_key) gradients->key_sums = sums;
   if (args.dslopes != nullptr) gradients->key_moments = sums + (is_by_key ? num_sums : 0);

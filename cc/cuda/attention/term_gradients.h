@@ -49,17 +49,16 @@ inline bool AreSlopesAlone(bool has_cap, bool has_bias, bool wants_dslopes) {
   return !has_cap && !has_bias && !wants_dslopes;
 }
 
-// Bytes of workspace, for sums by key.
-inline int64_t TermGradientsBytes(const AttentionCall& call) {
+// Words of workspace, for sums by key.
+inline int64_t TermGradientsWords(const AttentionCall& call) {
   const AttentionShape& shape = call.shape;
   const bool has_sums = call.wants_dbias && IsBiasByKey(shape, call.bias_layout);
-  return (has_sums + call.wants_dslopes) * shape.batch * shape.num_q_heads * shape.k_len *
-         static_cast<int64_t>(sizeof(float));
+  return (has_sums + call.wants_dslopes) * shape.batch * shape.num_q_heads * shape.k_len;
 }
 
 // Before the kernel: says what it shall write where, and fills with zeros what it will not write,
-// or add to.
-cudaError_t PrepareTermGradients(const BackwardArgs& args, void* workspace, bool can_zero_hidden,
+// or add to. `sums` are words of the workspace.
+cudaError_t PrepareTermGradients(const BackwardArgs& args, float* sums, bool can_zero_hidden,
                                  cudaStream_t stream, TermGradients* gradients);
 
 // After it: sums by key become gradients.

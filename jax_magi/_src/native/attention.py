@@ -304,6 +304,7 @@ def backward(
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
+    num_dkv_parts=np.int32(needs.num_dkv_parts),
   )
   if running_dq is not None:
     return dq, dk[..., : dims[1]], dv[..., : dims[2]]

@@ -2,15 +2,11 @@
 
 #include <utility>
 
-#include "cc/cuda/attention/backward_finish.h"
-#include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/dkv_parts.h"
-#include "cc/cuda/attention/dq_order.h"
 #include "cc/cuda/attention/head_cuts.h"
-#include "cc/cuda/attention/key_parts.h"
 #include "cc/cuda/attention/sm90/variants.h"
-#include "cc/cuda/attention/term_gradients.h"
 #include "cc/cuda/attention/tile_plan.h"
+#include "cc/cuda/attention/workspace.h"
 #include "cutlass/numeric_types.h"
 
 namespace jax_magi::cuda {
@@ -123,15 +119,6 @@ Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options) {
   return entry == nullptr ? kNotBuilt : entry->launch(args, options);
 }
 
-int NumPartsIn(const AttentionShape& shape, int64_t num_bytes) {
-  for (int parts = 2; shape.num_kv_heads > 0 && parts <= shape.group(); ++parts) {
-    if (shape.group() % parts == 0 && num_bytes > 0 &&
-        AlignStatistics(DkvPartsBytes(shape, parts)) == num_bytes)
-      return parts;
-  }
-  return 1;
-}
-
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options) {
   if (HasTerms(args)) {
@@ -158,24 +145,21 @@ Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream) {
 
 namespace {
 
-// As SplitWorkspace splits them, with one part of dk and dv.
-int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t head_dim) {
-  const AttentionShape& shape = call.shape;
-  const int num_dims = static_cast<int>(head_dim);
-  const DqOrder order = DqOrderOf(shape, tiling, num_dims, call.deterministic);
-  const int64_t sum_bytes = call.sums_dq ? 0 : DqSumBytes(shape, num_dims);
-  return sum_bytes + DqDoneBytes(order) + DqTurnsBytes(shape, order, tiling) +
-         StatisticsBytes(shape) + static_cast<int64_t>(sizeof(WorkCounter));
+int64_t BackwardBytes(const AttentionCall& call, const Tiling& tiling, int64_t head_dim,
+                      int num_parts) {
+  return BackwardWorkspaceOf(call, tiling, static_cast<int>(head_dim), num_parts,
+                             /*memory=*/nullptr)
+      .num_bytes;
 }
 
 template <typename Entry>
 CallLayout ForwardLayout(const Entry& entry, const AttentionShape& shape, const Tiling& tiling) {
-  const int64_t parts = KeyPartsBytes(shape, tiling, static_cast<int>(entry.head_dim),
-                                      static_cast<int>(entry.value_dim));
-  return {tiling, static_cast<int64_t>(sizeof(WorkCounter)) + parts};
+  return {tiling, ForwardWorkspaceOf(shape, tiling, static_cast<int>(entry.head_dim),
+                                     static_cast<int>(entry.value_dim), /*memory=*/nullptr)
+                      .num_bytes};
 }
 
-CallLayout LayoutWithTerms(const AttentionCall& call) {
+CallLayout LayoutWithTerms(const AttentionCall& call, int num_dkv_parts) {
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
     const ForwardTermsEntry* entry = Find(kForwardTerms, shape, call.dtype);
@@ -186,13 +170,13 @@ CallLayout LayoutWithTerms(const AttentionCall& call) {
   if (entry == nullptr) return {};
   const Tiling tiling =
       entry->tiling(AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes));
-  return {tiling, BackwardBytes(call, tiling, entry->head_dim) + TermGradientsBytes(call)};
+  return {tiling, BackwardBytes(call, tiling, entry->head_dim, num_dkv_parts)};
 }
 
 }  // namespace
 
-CallLayout LayoutOf(const AttentionCall& call) {
-  if (HasTerms(call)) return LayoutWithTerms(call);
+CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts) {
+  if (HasTerms(call)) return LayoutWithTerms(call, num_dkv_parts);
   const AttentionShape& shape = call.shape;
   if (!call.is_backward) {
     const ForwardEntry* entry = Find(kForward, shape, call.dtype);
@@ -202,7 +186,7 @@ CallLayout LayoutOf(const AttentionCall& call) {
   const BackwardEntry* entry = Find(kBackward, shape, call.dtype);
   if (entry == nullptr) return {};
   const Tiling tiling = entry->tiling(call.has_softcap, /*in_clusters=*/false);
-  CallLayout layout{tiling, BackwardBytes(call, tiling, entry->head_dim)};
+  CallLayout layout{tiling, BackwardBytes(call, tiling, entry->head_dim, num_dkv_parts)};
   layout.dq_sum_words = DqSumWords(shape, static_cast<int>(entry->head_dim));
   if (!call.deterministic) {
     const Tiling cluster_tiling = entry->tiling(call.has_softcap, /*in_clusters=*/true);
@@ -215,7 +199,7 @@ std::vector<std::string> ForwardVariants() { return NamesOf(kForward); }
 std::vector<std::string> BackwardVariants() { return NamesOf(kBackward); }
 
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
-  const CallLayout layout = LayoutOf(call);
+  const CallLayout layout = LayoutOf(call, /*num_dkv_parts=*/1);
   AttentionNeeds needs;
   if (layout.tiling.num_rows == 0) return needs;  // The call will say that it was not built.
   needs.workspace_bytes = layout.workspace_bytes;
@@ -241,7 +225,7 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
     if (!CutsHeads(call, /*is_mask_known=*/slices != nullptr)) {
       needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);
     }
-    needs.workspace_bytes += AlignStatistics(DkvPartsBytes(call.shape, needs.num_dkv_parts));
+    needs.workspace_bytes = LayoutOf(call, needs.num_dkv_parts).workspace_bytes;
     needs.is_dbias_summed =
         call.wants_dbias && IsDbiasSummed(call.shape, call.bias_layout, call.dtype);
   }

@@ -4,7 +4,6 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_
 
 #include <limits>
-#include <utility>
 
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_prepare.h"
@@ -30,10 +29,11 @@ constexpr int kColumnsPerHead = 2048, kColumnsPerHeadInOrder = 640;
 
 // The last argument is for calls with terms.
 template <typename Config>
-Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
-                            const QueryStatistic* statistics, float* dq_sum, const DqOrder& order,
+Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& workspace,
                             const LaunchOptions& options, const TermGradients& gradients = {}) {
   const AttentionShape& shape = args.shape;
+  const DqOrder& order = workspace.order;
+  const int num_parts = workspace.parts.num_parts;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const int num_kv_heads = static_cast<int>(shape.num_kv_heads);
   if (num_kv_heads == 0) return {};
@@ -48,15 +48,14 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   int64_t heads_per_section =
       std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
   while (num_kv_heads % heads_per_section) --heads_per_section;
-  auto* counter = static_cast<WorkCounter*>(options.workspace);
   if (order.is_fixed()) {
     constexpr DqSteps kSteps{Config::kBlockColumns, Config::kDqQueries};
     JAX_MAGI_RETURN_IF_BAD(
         MakeDqOrder(shape, kTiling, args.slices, options.tile_list, kSteps, order, options.stream));
   }
   BackwardParamsOf<Config> params;
-  params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, counter, num_packs,
-                         static_cast<int>(heads_per_section) * num_parts);
+  params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, workspace.counter,
+                         num_packs, static_cast<int>(heads_per_section) * num_parts);
 
   // Without queries, these are described but never read.
   const void* q = args.q == nullptr ? args.k : args.q;
@@ -74,7 +73,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
        {args.dtype, q, q_len, num_q_heads, shape.head_dim, kColumns, 1, &params.column_x_map},
        {args.dtype, dout, q_len, num_q_heads, shape.value_dim, kColumns, 1,
         &params.column_y_map}}));
-  params.dq_sum = dq_sum;
+  params.dq_sum = workspace.sum.data;
   params.dq_sum_rows = DqSumRows(shape.q_len);
   params.dq_order = order;
   params.batch = static_cast<int>(shape.batch);
@@ -90,7 +89,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
   params.softcap = args.params.softcap;
-  params.statistics = statistics;
+  params.statistics = workspace.statistics;
   params.padded_queries = PaddedQueries(shape.q_len);
   params.dx = args.dk;
   params.dy = args.dv;
@@ -122,51 +121,6 @@ Status LaunchBackwardKernel(const BackwardArgs& args, int num_parts,
       MaxTiles(shape, kTiling) * params.work.num_repeats * parts_of_tile, options);
 }
 
-// The workspace: the sum of dq, unless it is the caller's, its order, parts of dk and dv,
-// statistics, and the rest: the counter, and what calls with terms have there.
-struct BackwardBuffers {
-  BackwardArgs args;  // dk and dv are parts, where there are several.
-  DqSum sum;
-  DqOrder order;
-  ZeroBytes zeros;
-  DkvParts parts;
-  QueryStatistic* statistics;
-  LaunchOptions rest;
-};
-inline BackwardBuffers SplitWorkspace(const BackwardArgs& call, const Tiling& tiling, int num_dims,
-                                      int num_parts, bool deterministic,
-                                      const LaunchOptions& options) {
-  const AttentionShape& shape = call.shape;
-  char* next = static_cast<char*>(options.workspace);
-  const auto take = [&](int64_t num_bytes) { return std::exchange(next, next + num_bytes); };
-  BackwardBuffers buffers{call};
-  const int64_t sum_bytes = call.dq_sum == nullptr ? DqSumBytes(shape, num_dims) : 0;
-  buffers.zeros.data = next;
-  buffers.sum = {reinterpret_cast<float*>(take(sum_bytes)), num_dims};
-  if (call.dq_sum != nullptr) buffers.sum.data = call.dq_sum;
-  DqOrder& order = buffers.order;
-  order = DqOrderOf(shape, tiling, num_dims, deterministic);
-  const int64_t done_bytes = DqDoneBytes(order);
-  if (deterministic) {
-    order.done = reinterpret_cast<int32_t*>(take(done_bytes));
-    order.turns = reinterpret_cast<int32_t*>(take(DqTurnsBytes(shape, order, tiling)));
-  }
-  buffers.zeros.num_bytes = sum_bytes + done_bytes;
-  buffers.parts = {reinterpret_cast<float*>(take(AlignStatistics(DkvPartsBytes(shape, num_parts)))),
-                   num_parts};
-  if (num_parts > 1) {
-    BackwardArgs& args = buffers.args;
-    args.dk = buffers.parts.data;
-    args.dv = buffers.parts.data +
-              num_parts * shape.batch * shape.k_len * shape.num_kv_heads * shape.head_dim;
-    args.dkv_dtype = DType::kF32;
-  }
-  buffers.statistics = reinterpret_cast<QueryStatistic*>(take(StatisticsBytes(shape)));
-  buffers.rest = options;
-  buffers.rest.workspace = next;
-  return buffers;
-}
-
 template <typename Config>
 Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministic,
                       const LaunchOptions& options) {
@@ -177,21 +131,24 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   if (call.dq_sum != nullptr && call.dq_sum_words != DqSumWords(shape, kNumDims)) {
     return {"the sum of dq has another size than this kernel's", __FILE__, __LINE__};
   }
-  const auto [args, sum, order, zeros, parts, statistics, rest] =
-      SplitWorkspace(call, kBackwardTiling<Config>, kNumDims, num_parts, deterministic, options);
+  BackwardWorkspace workspace = BackwardWorkspaceOf(
+      CallOf(call, deterministic), kBackwardTiling<Config>, kNumDims, num_parts, options.workspace);
+  JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
+  if (call.dq_sum != nullptr) workspace.sum.data = call.dq_sum;
+  const BackwardArgs args = WithParts(call, workspace.parts);
   AddedTiles added{};
   if constexpr (Config::kCutsHeads) {
     added = {options.tile_list, NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
              kBackwardTiling<Config>.num_rows};
   }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      PrepareBackward(args, CheckOf(shape, kBackwardTiling<Config>, options), zeros, added,
-                      statistics, static_cast<WorkCounter*>(rest.workspace), options.stream));
+      PrepareBackward(args, CheckOf(shape, kBackwardTiling<Config>, options), workspace.zeros,
+                      added, workspace.statistics, workspace.counter, options.stream));
   if (shape.k_len > 0) {
-    JAX_MAGI_RETURN_IF_BAD(
-        LaunchBackwardKernel<Config>(args, num_parts, statistics, sum.data, order, rest));
+    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardKernel<Config>(args, workspace, options));
   }
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      FinishBackward(call, workspace.sum, workspace.parts, options.stream));
   return {};
 }
 

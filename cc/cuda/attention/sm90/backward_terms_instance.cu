@@ -13,12 +13,12 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   if (shape.batch == 0) return {};
   using All = BackwardTermsConfig<kHeadDim, Element>;
 
-  // The rest of the workspace: the counter, and sums of the terms' gradients.
   const Tiling tiling = TilingOf(
       AreSlopesAlone(call.params.softcap != 0.0f, call.bias != nullptr, call.dslopes != nullptr));
-  const auto [args, sum, order, zeros, parts, statistics, rest] =
-      SplitWorkspace(call, tiling, kHeadDim, num_parts, deterministic, options);
-  auto* counter = static_cast<WorkCounter*>(rest.workspace);
+  const BackwardWorkspace workspace = BackwardWorkspaceOf(CallOf(call, deterministic), tiling,
+                                                          kHeadDim, num_parts, options.workspace);
+  JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
+  const BackwardArgs args = WithParts(call, workspace.parts);
 
   TermGradients gradients;
   const bool is_bias_alone =
@@ -27,9 +27,10 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   const bool are_slopes_alone =
       AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
-      args, counter + 1, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, CheckOf(shape, tiling, options), zeros,
-                                                /*added=*/{}, statistics, counter, options.stream));
+      args, workspace.term_sums, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, CheckOf(shape, tiling, options),
+                                                workspace.zeros, /*added=*/{}, workspace.statistics,
+                                                workspace.counter, options.stream));
   if (shape.k_len > 0) {
     auto launch = LaunchBackwardKernel<All>;
     if (is_bias_alone) {
@@ -37,9 +38,10 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
     } else if (are_slopes_alone) {
       launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>>;
     }
-    JAX_MAGI_RETURN_IF_BAD(launch(args, num_parts, statistics, sum.data, order, rest, gradients));
+    JAX_MAGI_RETURN_IF_BAD(launch(args, workspace, options, gradients));
   }
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishBackward(call, sum, parts, options.stream));
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      FinishBackward(call, workspace.sum, workspace.parts, options.stream));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishTermGradients(args, gradients, options.stream));
   return {};
 }

@@ -38,16 +38,19 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   // A cluster takes one for each of its blocks of threads at once.
   const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
-  auto* counter = static_cast<WorkCounter*>(options.workspace);
+  const ForwardWorkspace workspace =
+      ForwardWorkspaceOf(shape, tiling, Config::kHeadDim, Config::kValueDim, options.workspace);
+  JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
   static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = Config::kCutsKeys && MayCutKeys(shape, tiling);
-  JAX_MAGI_RETURN_IF_BAD(
-      ResetWork(shape, CheckOf(shape, tiling, options), counter, may_cut ? kMaxPartCounters : 0,
-                args.running_out != nullptr ? nullptr : args.max_logits, options.stream));
+  JAX_MAGI_RETURN_IF_BAD(ResetWork(
+      shape, CheckOf(shape, tiling, options), workspace.counter, may_cut ? kMaxPartCounters : 0,
+      args.running_out != nullptr ? nullptr : args.max_logits, options.stream));
   if (shape.q_len == 0) return {};
   ForwardParamsOf<Config> params;
-  params.work = MakeWork(shape, tiling, args.slices, options.tile_list, counter, num_packs,
-                         PacksPerSection(shape, packs_per_kv_head));
+  params.parts = {};
+  params.work = MakeWork(shape, tiling, args.slices, options.tile_list, workspace.counter,
+                         num_packs, PacksPerSection(shape, packs_per_kv_head));
   // Without keys, these are described but never read.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;
@@ -82,9 +85,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.running_out = merges ? static_cast<const float*>(args.running_out) : nullptr;
   params.is_rounded = args.out_dtype != DType::kF32;
   params.keeps_rows = args.running_out != nullptr && !merges;
-  params.parts.counters = reinterpret_cast<int32_t*>(counter + 1);
-  params.parts.parts =
-      may_cut ? reinterpret_cast<float4*>(params.parts.counters + kMaxPartCounters) : nullptr;
+  if (may_cut) params.parts = workspace.parts;
   if constexpr (Config::kHasTerms) {
     params.is_out_float = args.out_dtype == DType::kF32;
     params.terms = TermsOf(args);

@@ -10,6 +10,7 @@
 #include "cc/cuda/attention/sm90/pipeline.cuh"
 #include "cc/cuda/attention/sm90/tensor_map.h"
 #include "cc/cuda/attention/sm90/variants.h"
+#include "cc/cuda/attention/workspace.h"
 
 #define JAX_MAGI_RETURN_IF_BAD(expression) \
   if (const Status status = (expression); status.message != nullptr) return status
