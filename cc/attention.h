@@ -133,6 +133,7 @@ struct AttentionCall {
   bool wants_dbias = false, wants_dslopes = false;
   bool sums_dq = false;          // Over several calls.
   bool has_float_grads = false;  // Those of k and v are float32; else they are of dtype.
+  int num_sms = 0;               // Of the GPU it is traced for; 0: not known.
 };
 
 // The call that these are the operands of.

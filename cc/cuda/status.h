@@ -28,9 +28,9 @@ inline Status FailureOf(cudaError_t code, const char* file, int line) {
 #define JAX_MAGI_RETURN_IF_BAD(expression) \
   if (::jax_magi::cuda::Status status = (expression); !status.ok()) return status
 
-#define JAX_MAGI_CUDA_RETURN_IF_ERROR(expression)                      \
-  if (const cudaError_t code = (expression); code != cudaSuccess) {    \
-    return ::jax_magi::cuda::FailureOf(code, __FILE__, __LINE__);      \
+#define JAX_MAGI_CUDA_RETURN_IF_ERROR(expression)                   \
+  if (const cudaError_t code = (expression); code != cudaSuccess) { \
+    return ::jax_magi::cuda::FailureOf(code, __FILE__, __LINE__);   \
   }
 
 #endif  // JAX_MAGI_CUDA_STATUS_H_

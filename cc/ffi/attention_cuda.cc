@@ -5,6 +5,7 @@
 #include "cc/cuda/attention/attention.h"
 #include "cc/cuda/attention/head_cuts.h"
 #include "cc/cuda/attention/term_gradients.h"
+#include "cc/cuda/launch.h"
 #include "cc/ffi/attention_bindings.h"
 #include "cc/ffi/attention_checks.h"
 #include "cc/ffi/cuda_error.h"
@@ -51,6 +52,9 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
     // a mask that is not known has room for as many tiles again, to sort them.
     max_tiles = (list_bytes - static_cast<int64_t>(sizeof(cuda::TileList))) /
                 static_cast<int64_t>(sizeof(cuda::Tile));
+    const std::string too_large =
+        cuda::TooLarge(call.shape, tiling, /*is_list_known=*/num_blocks > 0);
+    if (!too_large.empty()) return ffi::Error::InvalidArgument(context + ": " + too_large);
     const int64_t most = cuda::MaxTiles(call.shape, tiling);
     const bool is_made_by_device = list_bytes == cuda::TileListBytes(call.shape, tiling);
     if (max_tiles > most && !is_made_by_device) {
@@ -63,6 +67,10 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
   if (static_cast<int64_t>(workspace.size_bytes()) < layout.workspace_bytes) {
     return ffi::Error::InvalidArgument(context + ": workspace is too small");
   }
+  int num_sms;
+  if (const cudaError_t code = cuda::GetNumSms(&num_sms); code != cudaSuccess) {
+    return ToError(context, cuda::FailureOf(code, __FILE__, __LINE__));
+  }
   *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
               max_tiles,
               num_blocks,
@@ -70,6 +78,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
               /*cuts_heads=*/false,
               workspace.untyped_data(),
               static_cast<int64_t>(workspace.size_bytes()),
+              num_sms,
               sm_margin,
               stream};
   return ffi::Error::Success();
@@ -206,6 +215,9 @@ ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
   shape.k_len = k_len;
   shape.num_slices = slices.dimensions()[1];
   if (shape.batch == 0) return ffi::Error::Success();
+  const std::string too_large = cuda::TooLarge(shape, tiling, /*is_list_known=*/false);
+  if (!too_large.empty())
+    return ffi::Error::InvalidArgument(std::string(context) + ": " + too_large);
   if (static_cast<int64_t>(tile_list->size_bytes()) < cuda::TileListBytes(shape, tiling)) {
     return Invalid(context, "tile_list", "is too small");
   }

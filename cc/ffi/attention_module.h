@@ -43,7 +43,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
               const std::string& dtype, bool has_softcap, bool is_backward, bool deterministic,
               nb::object static_slices, nb::object bias_shape, const std::string& bias_dtype,
               bool has_alibi, bool wants_dbias, bool wants_dslopes, bool sums_dq,
-              bool has_float_grads) {
+              bool has_float_grads, int num_sms) {
         const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
         const AttentionShape shape{/*batch=*/at(q_shape, 0),
                                    /*q_len=*/at(q_shape, 1),
@@ -74,6 +74,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
         call.wants_dslopes = wants_dslopes;
         call.sums_dq = sums_dq;
         call.has_float_grads = has_float_grads;
+        call.num_sms = num_sms;
         return needs(call, slices);
       },
       nb::kw_only(), nb::arg("q_shape"), nb::arg("k_shape"), nb::arg("value_dim"),
@@ -82,7 +83,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       nb::arg("bias_shape").none() = nb::none(), nb::arg("bias_dtype") = "float32",
       nb::arg("has_alibi") = false, nb::arg("wants_dbias") = false,
       nb::arg("wants_dslopes") = false, nb::arg("sums_dq") = false,
-      nb::arg("has_float_grads") = false);
+      nb::arg("has_float_grads") = false, nb::arg("num_sms") = 0);
 }
 
 }  // namespace jax_magi

@@ -11,7 +11,7 @@
 namespace jax_magi {
 
 inline xla::ffi::Error ToError(const std::string& context, const cuda::Status& status) {
-  if (status.message == nullptr) return xla::ffi::Error::Success();
+  if (status.ok()) return xla::ffi::Error::Success();
   return xla::ffi::Error::Internal(context + ": " + status.message + " (" + status.file + ":" +
                                    std::to_string(status.line) + ")");
 }

@@ -22,7 +22,8 @@ struct LaunchOptions {
   bool cuts_heads;     // The backward kernel may cut tiles: see head_cuts.h.
   void* workspace;
   int64_t workspace_bytes;  // As many as AttentionNeeds says, or more.
-  int sm_margin;
+  int num_sms;              // Of the device.
+  int sm_margin;            // Of these, not to be used.
   cudaStream_t stream;
 };
 
@@ -52,6 +53,10 @@ CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts);
 // All that a call needs, when it is traced: it takes longer to say. With slices, one list that the
 // whole batch shares, there will be a list of tiles.
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
+
+// Why a call is too large for the kernels, which count in 32 bits; empty: it is not. A list that
+// the device makes has no more blocks than this allows for.
+std::string TooLarge(const AttentionShape& shape, const Tiling& tiling, bool is_list_known);
 
 // What was built, for people: "192/128 bfloat16" has head dim 192 and value dim 128.
 std::vector<std::string> ForwardVariants();

@@ -3,6 +3,7 @@
 #include "cc/cuda/arithmetic.cuh"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/early_launch.cuh"
+#include "cc/cuda/launch.h"
 
 namespace jax_magi::cuda {
 namespace {
@@ -29,7 +30,7 @@ struct PrepareArgs {
 
 // Blocks of threads that fill rows of tiles with zeros, however many these are, and rows that one
 // of them has at a time. Enough for a memory of 5 TB/s; not tuned.
-constexpr int kAddedBlocks = 4 * 132, kRowsAtOnce = 8;
+constexpr int kAddedBlocksOfSm = 4, kRowsAtOnce = 8;
 
 // Neighbours have the same eight queries of neighbouring heads, as lse has them side by side.
 __device__ __forceinline__ void MakeStatistic(const PrepareArgs& args) {
@@ -138,10 +139,14 @@ cudaError_t PrepareBackward(const BackwardArgs& args, const ListCheck& check,
                             row_vectors(shape.value_dim),
                             counter,
                             check};
-  const int64_t num_added_blocks =
-      added.num_thresholds == 0
-          ? 0
-          : std::min<int64_t>(kAddedBlocks, shape.batch * CeilDiv(prepare.k_len, kRowsAtOnce));
+  int64_t num_added_blocks = 0;
+  if (added.num_thresholds > 0) {
+    int num_sms;
+    const cudaError_t code = GetNumSms(&num_sms);
+    if (code != cudaSuccess) return code;
+    num_added_blocks = std::min<int64_t>(kAddedBlocksOfSm * num_sms,
+                                         shape.batch * CeilDiv(prepare.k_len, kRowsAtOnce));
+  }
   // One at least: it resets the counter.
   const int64_t num_blocks =
       std::max<int64_t>(num_statistic_blocks + num_zero_blocks + num_added_blocks, 1);

@@ -7,7 +7,8 @@
 namespace jax_magi::cuda {
 namespace {
 
-constexpr int kNumSms = 132;  // Of an H100 or H200. There may be no device where a call is traced.
+// Of an H100 or H200 with SXM. There may be no device where a call is traced.
+constexpr int kUsualSms = 132;
 
 // Costs in units of one block of columns for one head, about 3 us. They are estimates, from times
 // of 1, 2 and 6 parts of 2k tokens with 128 dims.
@@ -36,7 +37,7 @@ double Makespan(int num_workers, const std::vector<int>& blocks_of_tiles, int64_
 }  // namespace
 
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list, int cluster_size) {
+                const std::vector<int32_t>& tile_list, int cluster_size, int num_sms) {
   if (shape.num_kv_heads == 0 || shape.group() <= 1) return 1;
   // Number of blocks of each tile, the heaviest first; one list for each mask that it may be.
   std::vector<std::vector<int>> masks;
@@ -55,7 +56,7 @@ int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
     masks = {full, causal};
   }
   const int64_t num_copies = shape.batch * shape.num_kv_heads;
-  const int num_workers = kNumSms / cluster_size;
+  const int num_workers = (num_sms > 0 ? num_sms : kUsualSms) / cluster_size;
   // With this much work, all of them are busy until near the end.
   constexpr int64_t kPlenty = 8;
   if (num_copies * static_cast<int64_t>(masks[0].size()) >= kPlenty * num_workers) return 1;

@@ -15,9 +15,9 @@ namespace jax_magi::cuda {
 
 // The number, a divisor of the group, with which the call should end first. `tile_list` is that of
 // a mask that is known, in words; an empty one stands for a mask that is full or causal. A cluster
-// of so many blocks of threads shares a tile.
+// of so many blocks of threads shares a tile. `num_sms` is 0 where there is no device to ask.
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
-                const std::vector<int32_t>& tile_list, int cluster_size);
+                const std::vector<int32_t>& tile_list, int cluster_size, int num_sms);
 
 }  // namespace jax_magi::cuda
 

@@ -13,7 +13,8 @@
 
 namespace jax_magi::cuda {
 
-// Of all tiles: two rounds of 132 multiprocessors.
+// Of all tiles, as the workspace has room for them: two rounds of the most multiprocessors that a
+// Hopper GPU is sold with. With fewer, fewer are used.
 constexpr int kMaxParts = 264;
 constexpr int kMaxPartsOfTile = 32;
 

@@ -5,6 +5,7 @@
 
 #include "cc/cuda/attention/hidden_pairs.cuh"
 #include "cc/cuda/attention/term_gradients.h"
+#include "cc/cuda/launch.h"
 
 namespace jax_magi::cuda {
 namespace {
@@ -107,8 +108,7 @@ cudaError_t PrepareTermGradients(const BackwardArgs& args, float* sums, bool can
     return cudaSuccess;
   }
   const unsigned num_blocks = static_cast<unsigned>(shape.batch * shape.q_len);
-  ZeroHiddenKernel<<<num_blocks, kThreads, 0, stream>>>(pairs);
-  return cudaGetLastError();
+  return LaunchKernel(ZeroHiddenKernel, num_blocks, kThreads, stream, pairs);
 }
 
 cudaError_t FinishTermGradients(const BackwardArgs& args, const TermGradients& gradients,
@@ -125,15 +125,20 @@ cudaError_t FinishTermGradients(const BackwardArgs& args, const TermGradients& g
                          layout.batch_stride == 0 ? shape.batch : 1,
                          layout.head_stride == 0 ? shape.num_q_heads : 1};
     const int64_t count = shape.batch * shape.num_q_heads * shape.k_len;
-    const int64_t num_blocks = std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 132 * 8);
-    SumByKeyKernel<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(sum);
+    int num_sms;
+    cudaError_t code = GetNumSms(&num_sms);
+    if (code != cudaSuccess) return code;
+    const int64_t num_blocks =
+        std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 8 * num_sms);
+    code = LaunchKernel(SumByKeyKernel, static_cast<unsigned>(num_blocks), kThreads, stream, sum);
+    if (code != cudaSuccess) return code;
   }
   if (gradients.key_moments != nullptr) {
     const unsigned num_blocks = static_cast<unsigned>(shape.batch * shape.num_q_heads);
-    SumSlopesKernel<<<num_blocks, kThreads, 0, stream>>>(gradients.key_moments, args.dslopes,
-                                                         shape.k_len);
+    return LaunchKernel(SumSlopesKernel, num_blocks, kThreads, stream, gradients.key_moments,
+                        args.dslopes, shape.k_len);
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 }  // namespace jax_magi::cuda

@@ -1,5 +1,6 @@
 #include <mutex>
 
+#include "cc/cuda/launch.h"
 #include "cc/cuda/overlap/overlap.h"
 
 namespace jax_magi::cuda {
@@ -140,10 +141,8 @@ Status Launch(void (*kernel)(Params...), int num_blocks, int num_threads, int sh
 int64_t KernelBarrierWorkspace() { return sizeof(BarrierState); }
 
 Status KernelBarrier(void* workspace, cudaStream_t stream) {
-  int device, num_sms;
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  int num_sms;
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(GetNumSms(&num_sms));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(workspace, 0, sizeof(BarrierState), stream));
   const int num_blocks = 2 * num_sms;
   return Launch(KernelBarrierKernel, kNumProbes * num_blocks, kHalfThreads, kHalfBytes,
@@ -156,15 +155,14 @@ Status StartStandIn(const StandIn& stand_in, cudaStream_t stream) {
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->begin, stream));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side->stream, side->begin));
   if (stand_in.delay_us > 0) {
-    DelayKernel<<<1, 32, 0, side->stream>>>(uint64_t{1000} * stand_in.delay_us);
-    JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(
+        LaunchKernel(DelayKernel, 1, 32, side->stream, uint64_t{1000} * stand_in.delay_us));
   }
-  const Status status =
+  JAX_MAGI_RETURN_IF_BAD(
       Launch(StandInCommunicationKernel, stand_in.num_sms, kCopyThreads, kAloneBytes,
              stand_in.cluster_size, side->stream, static_cast<const uint4*>(stand_in.src),
              static_cast<uint4*>(stand_in.dst),
-             stand_in.num_bytes / static_cast<int64_t>(sizeof(uint4)), stand_in.num_rounds);
-  if (status.message != nullptr) return status;
+             stand_in.num_bytes / static_cast<int64_t>(sizeof(uint4)), stand_in.num_rounds));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaEventRecord(side->end, side->stream));
   return {};
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cc/cuda/launch.h"
 #include "cc/cuda/softmax/softmax.h"
 #include "cc/cuda/softmax/softmax_backward.cuh"
 #include "cc/cuda/softmax/softmax_forward.cuh"
@@ -51,8 +52,8 @@ Status Launch(void (*kernel)(Params), const Params& params, int threads_per_row,
               cudaStream_t stream) {
   const uint32_t rows_per_block = RowsPerBlock(threads_per_row);
   const uint32_t num_blocks = (params.rows.num_rows - 1) / rows_per_block + 1;
-  kernel<<<num_blocks, BlockThreads(threads_per_row), 0, stream>>>(params);
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  JAX_MAGI_CUDA_RETURN_IF_ERROR(
+      LaunchKernel(kernel, num_blocks, BlockThreads(threads_per_row), stream, params));
   return {};
 }
 

@@ -51,5 +51,6 @@ def attention_needs(
   wants_dslopes: bool = False,
   sums_dq: bool = False,
   has_float_grads: bool = False,
+  num_sms: int = 0,
 ) -> AttentionNeeds:
   """What a call with these operands needs. `static_slices`, if known, give it a tile list."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.arguments import has_symbols
-from jax_magi._src.native.backends import BACKENDS, Backend
+from jax_magi._src.native.backends import BACKENDS, Backend, num_multiprocessors
 from jax_magi._src.native.call import call_on_whole_arrays, native_call
 
 _FORWARD = "jax_magi_attention_forward"
@@ -127,6 +127,7 @@ def _needs(
     wants_dslopes="alibi_slopes" in wants and alibi_slopes is not None,
     sums_dq=sums_dq,
     has_float_grads=has_float_grads,
+    num_sms=num_multiprocessors() or 0,
   )
 
 

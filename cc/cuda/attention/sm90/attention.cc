@@ -1,5 +1,6 @@
 #include "cc/cuda/attention/attention.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "cc/cuda/attention/dkv_parts.h"
@@ -105,28 +106,30 @@ const Entry* Find(const Entry (&entries)[kCount], const AttentionShape& shape, D
   return found;
 }
 
-const Status kNotBuilt = {"no variant of the kernel was built for this element type and head dim",
-                          __FILE__, __LINE__};
+const char* const kNotBuilt =
+    "no variant of the kernel was built for this element type and head dim";
 
 }  // namespace
 
 Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options) {
   if (HasTerms(args)) {
     const ForwardTermsEntry* entry = Find(kForwardTerms, args.shape, args.dtype);
-    return entry == nullptr ? kNotBuilt : entry->launch(args, options);
+    return entry == nullptr ? Status{kNotBuilt, __FILE__, __LINE__} : entry->launch(args, options);
   }
   const ForwardEntry* entry = Find(kForward, args.shape, args.dtype);
-  return entry == nullptr ? kNotBuilt : entry->launch(args, options);
+  return entry == nullptr ? Status{kNotBuilt, __FILE__, __LINE__} : entry->launch(args, options);
 }
 
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options) {
   if (HasTerms(args)) {
     const BackwardTermsEntry* entry = Find(kBackwardTerms, args.shape, args.dtype);
-    return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
+    return entry == nullptr ? Status{kNotBuilt, __FILE__, __LINE__}
+                            : entry->launch(args, num_parts, deterministic, options);
   }
   const BackwardEntry* entry = Find(kBackward, args.shape, args.dtype);
-  return entry == nullptr ? kNotBuilt : entry->launch(args, num_parts, deterministic, options);
+  return entry == nullptr ? Status{kNotBuilt, __FILE__, __LINE__}
+                          : entry->launch(args, num_parts, deterministic, options);
 }
 
 Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream) {
@@ -195,6 +198,29 @@ CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts) {
   return layout;
 }
 
+std::string TooLarge(const AttentionShape& shape, const Tiling& tiling, bool is_list_known) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  // Tables of units of the order of dq have a warp each.
+  constexpr int64_t kMostWarps = kMost / 32;
+  const int64_t num_tiles = MaxTiles(shape, tiling), num_lists = NumLists(shape);
+  const int64_t num_repeats = shape.shared_slices ? std::max<int64_t>(shape.batch, 1) : 1;
+  const int64_t num_heads = std::max<int64_t>(shape.num_q_heads, 1);
+  if (num_tiles >= kMost || num_tiles * num_repeats >= kMost ||
+      num_tiles * num_repeats * num_heads >= kMost) {
+    return "tiles of all batch rows and heads must be fewer than 2**31";
+  }
+  if (shape.batch * std::max(shape.q_len, shape.k_len) >= kMost / 2 ||
+      NumStatistics(shape) >= kMost || num_lists * (DqSumRows(shape.q_len) / 8) >= kMostWarps) {
+    return "batch, heads and lengths must have a smaller product";
+  }
+  const int64_t num_blocks = CeilDiv(NumColumns(shape, tiling), tiling.num_columns);
+  const int64_t group = shape.num_kv_heads > 0 ? std::max<int64_t>(shape.group(), 1) : 1;
+  if (!is_list_known && shape.num_slices * num_blocks * group >= kMost) {
+    return "slices that are not known when the call is traced must be fewer, by these lengths";
+  }
+  return "";
+}
+
 std::vector<std::string> ForwardVariants() { return NamesOf(kForward); }
 std::vector<std::string> BackwardVariants() { return NamesOf(kBackward); }
 
@@ -223,7 +249,8 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   if (call.is_backward) {
     needs.dq_sum_words = layout.dq_sum_words;
     if (!CutsHeads(call, /*is_mask_known=*/slices != nullptr)) {
-      needs.num_dkv_parts = NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size);
+      needs.num_dkv_parts =
+          NumDkvParts(call.shape, layout.tiling, needs.tile_list, cluster_size, call.num_sms);
     }
     needs.workspace_bytes = LayoutOf(call, needs.num_dkv_parts).workspace_bytes;
     needs.is_dbias_summed =

@@ -20,8 +20,8 @@ constexpr Tiling kBackwardTiling = {Architecture::kSm90, Config::kClusterSize * 
 // About as much work at once as blocks of threads that run at once, and no more: they then read the
 // same queries at about the same time. Where additions have an order, tiles wait for those of the
 // same heads, and the more heads there are the less; but not so many that their queries leave the
-// L2 cache, as they do where tiles are long.
-constexpr int64_t kWorkPerSection = 2 * 132, kWorkPerSectionInOrder = 4 * 132;
+// L2 cache, as they do where tiles are long. On each multiprocessor:
+constexpr int64_t kWorkPerSm = 2, kWorkPerSmInOrder = 4;
 // Columns that are worked on for all query heads in turn before the next: more than a usual window,
 // and few enough to stay in the L2 cache. With a fixed order of additions, tiles that begin late
 // under a causal mask wait the longer the more these are.
@@ -42,8 +42,9 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_list;
   // Between documents with 15 blocks a tile and 16k causal tokens with 100.
   const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_list;
-  const int64_t most_work = !order.is_fixed() ? kWorkPerSection / Config::kClusterSize
-                            : has_long_tiles  ? kWorkPerSectionInOrder
+  const int64_t work_per_section = kWorkPerSm * options.num_sms;
+  const int64_t most_work = !order.is_fixed() ? work_per_section / Config::kClusterSize
+                            : has_long_tiles  ? kWorkPerSmInOrder * options.num_sms
                                               : std::numeric_limits<int64_t>::max();
   int64_t heads_per_section =
       std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
@@ -67,11 +68,11 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
       kPanelRows<Config::kClusterSize, Config::kHeadDim, Config::kBlockColumns>;
   JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
       shape.batch,
-      {{args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map,
+      {{"k", args.dtype, args.k, k_len, num_kv_heads, shape.head_dim, kRows, 1, &params.row_x_map,
         2 * Config::kRowPanelDims},
-       {args.dtype, args.v, k_len, num_kv_heads, shape.value_dim, kRows, 1, &params.row_y_map},
-       {args.dtype, q, q_len, num_q_heads, shape.head_dim, kColumns, 1, &params.column_x_map},
-       {args.dtype, dout, q_len, num_q_heads, shape.value_dim, kColumns, 1,
+       {"v", args.dtype, args.v, k_len, num_kv_heads, shape.value_dim, kRows, 1, &params.row_y_map},
+       {"q", args.dtype, q, q_len, num_q_heads, shape.head_dim, kColumns, 1, &params.column_x_map},
+       {"dout", args.dtype, dout, q_len, num_q_heads, shape.value_dim, kColumns, 1,
         &params.column_y_map}}));
   params.dq_sum = workspace.sum.data;
   params.dq_sum_rows = DqSumRows(shape.q_len);
@@ -97,7 +98,8 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   int parts_of_tile = num_packs;
   if constexpr (Config::kCutsHeads) {
     params.head_cuts = {HeadCuts(params.group), static_cast<uint32_t>(params.group),
-                        static_cast<uint32_t>(num_kv_heads), kWorkPerSection};
+                        static_cast<uint32_t>(num_kv_heads),
+                        static_cast<uint32_t>(work_per_section)};
     parts_of_tile *= static_cast<int>(params.head_cuts.cuts.num_parts[0]);
   }
   if constexpr (Config::kHasTerms) {
@@ -105,11 +107,11 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
     params.gradients = gradients;
     JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
     if (params.terms.kind == BiasKind::kTiles) {
-      JAX_MAGI_RETURN_IF_BAD(
-          MakeBiasMap(shape, args.bias_layout, args.bias, Config::kBlockColumns, &params.bias_map));
+      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap("bias", shape, args.bias_layout, args.bias,
+                                         Config::kBlockColumns, &params.bias_map));
     }
     if (gradients.dbias != nullptr) {
-      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap(shape, args.bias_layout, gradients.dbias,
+      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap("dbias", shape, args.bias_layout, gradients.dbias,
                                          Config::kBlockColumns, &params.dbias_map));
     }
   }

@@ -56,9 +56,9 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const void* v = args.v == nullptr ? args.q : args.v;
   constexpr int kClusterSize = Config::kClusterSize, kBlockN = Config::kBlockN;
   JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
-      shape.batch, {{args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
+      shape.batch, {{"k", args.dtype, k, shape.k_len, shape.num_kv_heads, shape.head_dim,
                      kPanelRows<kClusterSize, Config::kHeadDim, kBlockN>, 1, &params.k_map},
-                    {args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
+                    {"v", args.dtype, v, shape.k_len, shape.num_kv_heads, shape.value_dim,
                      kPanelRows<kClusterSize, Config::kValueDim, kBlockN>, 1, &params.v_map}}));
   for (int more = 0; more < ForwardParams::kNumPacks; ++more) {
     if (Log2Pack<Config>(tiling.num_rows >> more, group / Config::kClusterSize) <
@@ -66,7 +66,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
       break;
     }
     JAX_MAGI_RETURN_IF_BAD(MakeTensorMaps(
-        shape.batch, {{args.dtype, args.q, shape.q_len, shape.num_q_heads, shape.head_dim,
+        shape.batch, {{"q", args.dtype, args.q, shape.q_len, shape.num_q_heads, shape.head_dim,
                        tiling.num_rows >> more, pack << more, &params.q_map[more]}}));
   }
   params.q_len = static_cast<int>(shape.q_len);
@@ -91,8 +91,8 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
     params.terms = TermsOf(args);
     JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
     if (params.terms.kind == BiasKind::kTiles) {
-      JAX_MAGI_RETURN_IF_BAD(
-          MakeBiasMap(shape, args.bias_layout, args.bias, Config::kBlockM, &params.bias_map));
+      JAX_MAGI_RETURN_IF_BAD(MakeBiasMap("bias", shape, args.bias_layout, args.bias,
+                                         Config::kBlockM, &params.bias_map));
     }
   }
 
@@ -113,14 +113,14 @@ inline bool PrefersSmallTiles(const AttentionShape& shape) {
 }
 
 // Whether two blocks of threads should make a cluster, which needs two heads of a group: each loads
-// half of the keys and values for both, but they begin and end together. `num_blocks` are those of
-// the list. On an H200, where each cluster has 64 of them to work on and more, it is worth up to 6%
-// (with 48 heads, all masks of 4k tokens, and full ones of 2k), and costs as much where it has 50
-// and fewer, or tiles of 3 each.
-inline bool PrefersClusters(const AttentionShape& shape, int64_t num_blocks) {
-  constexpr int64_t kLeastBlocks = 60, kLeastOfTile = 4, kNumClusters = 66, kTileRows = 128;
+// half of the keys and values for both, but they begin and end together. On an H200, where each
+// cluster has 64 of them to work on and more, it is worth up to 6% (with 48 heads, all masks of 4k
+// tokens, and full ones of 2k), and costs as much where it has 50 and fewer, or tiles of 3 each.
+inline bool PrefersClusters(const AttentionShape& shape, const LaunchOptions& options) {
+  constexpr int64_t kLeastBlocks = 60, kLeastOfTile = 4, kTileRows = 128;
+  const int64_t num_clusters = options.num_sms / 2, num_blocks = options.num_blocks;
   if (shape.num_kv_heads == 0 || shape.group() % 2 != 0) return false;
-  return num_blocks * shape.batch * (shape.num_q_heads / 2) >= kLeastBlocks * kNumClusters &&
+  return num_blocks * shape.batch * (shape.num_q_heads / 2) >= kLeastBlocks * num_clusters &&
          num_blocks * kTileRows >= kLeastOfTile * shape.q_len;
 }
 
@@ -154,7 +154,7 @@ Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& a
                                                             const LaunchOptions& options) {
   const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
   const bool has_softcap = args.params.softcap != 0.0f;
-  const bool in_clusters = PrefersClusters(args.shape, options.num_blocks);
+  const bool in_clusters = PrefersClusters(args.shape, options);
   // The kernels that write float32 also go on with the results of other calls, in any dtype.
   return args.out_dtype == DType::kF32 || args.running_out != nullptr
              ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, in_clusters,

@@ -29,7 +29,7 @@ Status ForwardTermsVariant<kHeadDim, Element>::Launch(const ForwardArgs& args,
   };
   if constexpr (kHeadDim == 128) {
     // As without terms. A block of a bias takes as much bandwidth as one of keys or of values.
-    if (PrefersClusters(shape, options.num_blocks)) return launch(std::integral_constant<int, 2>());
+    if (PrefersClusters(shape, options)) return launch(std::integral_constant<int, 2>());
   }
   return launch(std::integral_constant<int, 1>());
 }

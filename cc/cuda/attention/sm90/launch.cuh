@@ -12,9 +12,6 @@
 #include "cc/cuda/attention/sm90/variants.h"
 #include "cc/cuda/attention/workspace.h"
 
-#define JAX_MAGI_RETURN_IF_BAD(expression) \
-  if (const Status status = (expression); status.message != nullptr) return status
-
 namespace jax_magi::cuda {
 
 // Tells the device, once, how much shared memory a kernel takes. Returns its number of SMs.
@@ -66,6 +63,7 @@ inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
 
 // A tensor for TMA, and the boxes it is moved in.
 struct TensorBox {
+  const char* name;
   DType dtype;
   const void* data;
   int64_t length, heads, dim;
@@ -76,7 +74,7 @@ struct TensorBox {
 
 inline Status MakeTensorMaps(int64_t batch, std::initializer_list<TensorBox> tensors) {
   for (const TensorBox& t : tensors) {
-    JAX_MAGI_RETURN_IF_BAD(MakeTensorMap(t.dtype, t.data, batch, t.length, t.heads, t.dim,
+    JAX_MAGI_RETURN_IF_BAD(MakeTensorMap(t.name, t.dtype, t.data, batch, t.length, t.heads, t.dim,
                                          t.box_rows, t.box_heads, t.box_bytes, t.map));
   }
   return {};

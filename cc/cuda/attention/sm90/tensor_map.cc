@@ -1,6 +1,7 @@
 #include "cc/cuda/attention/sm90/tensor_map.h"
 
 #include <algorithm>
+#include <string>
 
 namespace jax_magi::cuda {
 namespace {
@@ -16,8 +17,9 @@ void* FindEncodeTiled() {
 
 }  // namespace
 
-Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t length, int64_t heads,
-                     int64_t dim, int box_rows, int box_heads, int box_bytes, CUtensorMap* map) {
+Status MakeTensorMap(const char* name, DType dtype, const void* data, int64_t batch, int64_t length,
+                     int64_t heads, int64_t dim, int box_rows, int box_heads, int box_bytes,
+                     CUtensorMap* map) {
   // Asked for at run time, and once: linking the driver would keep the library from loading without
   // one.
   static void* const entry = FindEncodeTiled();
@@ -46,7 +48,9 @@ Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t lengt
       box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return {"cuTensorMapEncodeTiled refused a tensor", __FILE__, __LINE__};
+    return {std::string("cuTensorMapEncodeTiled refused ") + name + ": CUresult " +
+                std::to_string(static_cast<int>(result)),
+            __FILE__, __LINE__};
   }
   return {};
 }

@@ -12,9 +12,11 @@ namespace jax_magi::cuda {
 
 // For boxes of `box_rows` rows x `box_heads` heads x `box_bytes`, 128 or 64, of a [batch, length,
 // heads, dim] tensor. They are swizzled by as many bytes. What lies outside the tensor is read as
-// zero: rows before and after, and columns past `dim`, which must be a multiple of 16 bytes.
-Status MakeTensorMap(DType dtype, const void* data, int64_t batch, int64_t length, int64_t heads,
-                     int64_t dim, int box_rows, int box_heads, int box_bytes, CUtensorMap* map);
+// zero: rows before and after, and columns past `dim`, which must be a multiple of 16 bytes. `name`
+// is the operand's, for errors.
+Status MakeTensorMap(const char* name, DType dtype, const void* data, int64_t batch, int64_t length,
+                     int64_t heads, int64_t dim, int box_rows, int box_heads, int box_bytes,
+                     CUtensorMap* map);
 
 }  // namespace jax_magi::cuda
 

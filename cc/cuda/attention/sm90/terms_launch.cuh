@@ -47,9 +47,9 @@ bool IsBiasAlone(const Args& args) {
 }
 
 // For boxes of 64 keys of `box_queries` queries of a bias, or of its gradient, with this layout.
-inline Status MakeBiasMap(const AttentionShape& shape, const BiasLayout& layout, const void* bias,
-                          int box_queries, CUtensorMap* map) {
-  return MakeTensorMap(layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,
+inline Status MakeBiasMap(const char* name, const AttentionShape& shape, const BiasLayout& layout,
+                          const void* bias, int box_queries, CUtensorMap* map) {
+  return MakeTensorMap(name, layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,
                        layout.head_stride == 0 ? 1 : shape.num_q_heads, shape.q_len, shape.k_len,
                        /*box_rows=*/1, /*box_heads=*/box_queries, /*box_bytes=*/128, map);
 }
