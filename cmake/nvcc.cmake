@@ -1,0 +1,16 @@
+# The oldest nvcc with which all kernels were built and tested. A spill stops the build, and whether
+# one spills is for ptxas to decide: older ones may, and were not tried.
+set(JAX_MAGI_LEAST_NVCC 13.0)
+
+# Sets `result` to what keeps `nvcc` from building the kernels: nothing, if nothing does.
+function(jax_magi_nvcc_obstacle nvcc result)
+  execute_process(COMMAND ${nvcc} --version OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE status)
+  set(obstacle "")
+  if(NOT status EQUAL 0 OR NOT text MATCHES "release ([0-9]+\\.[0-9]+)")
+    set(obstacle "${nvcc} does not tell its version")
+  elseif(CMAKE_MATCH_1 VERSION_LESS JAX_MAGI_LEAST_NVCC)
+    set(obstacle "${nvcc} is of CUDA ${CMAKE_MATCH_1}, and the kernels were tested with \
+${JAX_MAGI_LEAST_NVCC} and later (an older ptxas may spill registers, which is an error)")
+  endif()
+  set(${result} "${obstacle}" PARENT_SCOPE)
+endfunction()
