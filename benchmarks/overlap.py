@@ -27,8 +27,9 @@ import numpy as np
 from jax import lax
 
 import jax_magi
+from benchmarks.stand_in import finish_stand_in, start_stand_in
 from jax_magi import AttentionMask, overlap
-from jax_magi._src.native.overlap import finish_stand_in, kernel_barrier, start_stand_in
+from jax_magi._src.native.overlap import kernel_barrier
 
 LENGTH, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 16384, 48, 8, 128
 PASSES = ("forward", "backward")

@@ -14,6 +14,8 @@ import pytest
 import jax_magi
 from benchmarks import __main__ as command
 from benchmarks import timing
+from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.overlap import STAND_IN_TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,3 +89,12 @@ def test_extra_cost_is_that_of_the_second(monkeypatch):
   assert cost == pytest.approx(1.0, abs=1e-3) and 0 <= error < 1e-3
   cost, _ = timing.extra_cost([twice, product], x, budget=0.004)
   assert cost == pytest.approx(-0.5, abs=1e-3)
+
+
+def test_stand_in_for_communication_is_registered_by_benchmarks_alone():
+  """A user's program has no use for it."""
+  module = HOPPER.module
+  if module is None:
+    pytest.skip("built without the CUDA kernels")
+  assert set(module.benchmark_handlers()) == set(STAND_IN_TARGETS)
+  assert not set(module.handlers()) & set(STAND_IN_TARGETS)

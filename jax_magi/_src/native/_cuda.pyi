@@ -6,6 +6,9 @@ from jax_magi._src.native._cpu import attention_needs as attention_needs
 from jax_magi._src.native._cpu import handlers as handlers
 from jax_magi._src.native._cpu import variants as variants
 
+def benchmark_handlers() -> dict[str, object]:
+  """Those of targets that benchmarks alone register."""
+
 def read_tile_stamp(stamp: int) -> dict[str, int]:
   """num_rows, num_columns, by_keys, aligns_keys and num_blocks (about; 0: not known)."""
 

@@ -12,7 +12,8 @@ from jax.custom_batching import custom_vmap
 from jax_magi._src.native.backends import HOPPER
 from jax_magi._src.native.call import native_call
 
-# What stands in for communication: its beginning, and its end.
+# What stands in for communication in benchmarks, which alone register it: its beginning, and its
+# end.
 STAND_IN_TARGETS = ("jax_magi_stand_in_start", "jax_magi_stand_in_done")
 # Bytes that the barrier works in, and more.
 _WORKSPACE_BYTES = 1024
@@ -55,30 +56,3 @@ def _(axis_size, is_mapped, x):
 def _kernel_barrier(x):
   results = [(x.shape, x.dtype), ((_WORKSPACE_BYTES,), np.uint8)]
   return native_call("jax_magi_kernel_barrier", (x,), results, aliases={0: 0})[0]
-
-
-def start_stand_in(
-  x: jax.Array, *, num_sms: int, num_rounds: int, cluster_size: int = 1, delay_us: int = 0
-) -> jax.Array:
-  """Starts to copy x `num_rounds` times, by a kernel that holds `num_sms` multiprocessors.
-
-  It stands in for communication where there is one GPU. `cluster_size` blocks of threads at a time
-  have to find a place at once, as those of NCCL where NCCL_CGA_CLUSTER_SIZE is set. It begins
-  `delay_us` late. The result is for `finish_stand_in` alone.
-  """
-  (y,) = native_call(
-    STAND_IN_TARGETS[0],
-    (x,),
-    [(x.shape, x.dtype)],
-    num_sms=np.int32(num_sms),
-    num_rounds=np.int32(num_rounds),
-    cluster_size=np.int32(cluster_size),
-    delay_us=np.int32(delay_us),
-  )
-  return y
-
-
-def finish_stand_in(x: jax.Array, y: jax.Array) -> jax.Array:
-  """x, copied, from what was given to `start_stand_in` and what it returned."""
-  (y,) = native_call(STAND_IN_TARGETS[1], (x, y), [(y.shape, y.dtype)], aliases={1: 0})
-  return y
