@@ -319,30 +319,6 @@ def _check_large_gradients(q, k, v, mask, bounds):
     _check_gradients_of_sum([x[part] for x in got], operands, AttentionMask.causal(512))
 
 
-def test_runs_inside_a_command_buffer():
-  q, k, v = _arrays((500, 4, 64), (500, 2, 64), (500, 2, 64))
-  mask = AttentionMask.causal(500)
-
-  @functools.partial(
-    jax.jit,
-    compiler_options={
-      "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-      "xla_gpu_graph_min_graph_size": 1,
-    },
-  )
-  def captured(q, k, v, mask):
-    for _ in range(3):
-      q = jax_magi.attention(2 * q, k, v, mask, implementation="cuda")[0]
-    return q
-
-  for _ in range(5):  # The first calls are made before the capture.
-    got = captured(q, k, v, mask)
-  expected = q
-  for _ in range(3):
-    expected = jax_magi.attention(2 * expected, k, v, mask, implementation="cuda")[0]
-  np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize("is_scan", [False, True])
 def test_layers_share_the_list_of_a_traced_mask(is_scan):
   """XLA makes one operation of theirs, forward and backward each; in a loop it is in the body."""

@@ -266,3 +266,32 @@ def test_wrongly_typed_attribute_is_an_error(run, name, wrong, expected):
   match = f"Wrong scalar data type: expected {expected}"
   with jax.enable_x64(True), pytest.raises(jax.errors.JaxRuntimeError, match=match):
     run({name: wrong})
+
+
+def test_a_million_slices_are_accepted():
+  """None of them shows anything."""
+  _forward({"slices": ((1, 1 << 20, 6), np.int32)})
+  _backward({"slices": ((1, 1 << 20, 6), np.int32)})
+
+
+@pytest.mark.parametrize("edge", [-(2**31), 2**31 - 1, 2**30, -1])
+def test_wild_slices_are_clipped_to_the_arrays(edge):
+  """Every number of a slice at an edge of what it may be; results are finite."""
+  rng = np.random.default_rng(0)
+  q, k, v = (rng.standard_normal((1, 8, heads, 16)).astype(_F32) for heads in (4, 2, 2))
+  rest = np.full((1, 4), -np.inf, _F32), np.zeros((0, 0, 0, 0), _F32), np.zeros((0, 0), _F32)
+  types = [_struct((1, 8, 4, 16)), _struct((1, 8, 4)), _struct((1, 4)), _struct((0,), np.uint8)]
+  call = jax.ffi.ffi_call("jax_magi_attention_forward", types)
+  program = jax.jit(lambda *x: call(*x, **_FORWARD_ATTRIBUTES))
+  whole = np.array([0, 8, 0, 8, -(2**30), 2**30], np.int32)
+  for i in range(6):
+    slices = whole.copy()
+    slices[i] = edge
+    out, lse, *_ = program(q, k, v, slices[None, None], *rest, np.zeros(0, np.int32))
+    assert np.isfinite(out).all() and not np.isnan(lse).any()
+
+
+def test_lists_are_not_read_by_kernels_that_need_none():
+  """Those of CPUs take any list of tiles, as they take none."""
+  _forward({"tile_list": ((7,), np.int32), "tile_stamp": np.int32(-1)})
+  _backward({"tile_list": ((7,), np.int32), "num_dkv_parts": np.int32(77)})

@@ -4,11 +4,14 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_magi
+from benchmarks.stand_in import start_stand_in
 from jax_magi import AttentionMask
+from tests.accuracy import check_attention, make_inputs
 from tests.list_calls import forged_list, forward_with_list, list_of, needs_of
 
 pytestmark = pytest.mark.gpu
@@ -47,3 +50,50 @@ def test_tiles_out_of_the_arrays_are_moved_into_them():
   np.testing.assert_array_equal(  # And the next call is right.
     forward_with_list(mask, list_of(mask))[0], jax_magi.attention(*operands, mask)[0]
   )
+
+
+def _traced(length, slices):
+  """out of causal self-attention with these slices, which are not known before the call."""
+  x = jnp.ones((length, 2, 64), jnp.bfloat16)
+
+  @jax.jit
+  def call(x, slices):
+    mask = AttentionMask(slices, length, length)
+    return jax_magi.attention(x, x, x, mask, implementation="cuda")[0]
+
+  return jax.block_until_ready(call(x, slices))
+
+
+def test_a_million_empty_slices_show_nothing():
+  out = _traced(300, jnp.zeros((1 << 20, 6), np.int32))
+  np.testing.assert_array_equal(out, jnp.zeros_like(out))
+
+
+def test_more_slices_than_the_kernels_count_are_refused():
+  """Each may show all of 2^18 keys: the blocks of a tile would be more than 32 bits count."""
+  with pytest.raises(jax.errors.JaxRuntimeError, match="slices that are not known"):
+    _traced(1 << 18, jnp.zeros((1 << 20, 6), np.int32))
+
+
+def test_wild_slices_are_clipped():
+  wild = np.array([[-(2**31), 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 2**31 - 1]], np.int32)
+  full = AttentionMask.full(300).slices
+  np.testing.assert_array_equal(_traced(300, wild), _traced(300, full))
+
+
+def test_traced_masks_beyond_the_limit_of_cuts():
+  """600 documents have 1,201 rows where a tile might begin: none is cut."""
+  mask = AttentionMask.from_cu_seqlens(np.arange(0, 3001, 5), causal=True)
+  inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, 3000, 3000, 4, 2, 64, 64)
+  check_attention(inputs, mask, "cuda", is_mask_known=False)
+
+
+def test_failed_launch_does_not_fail_the_next_call():
+  """No GPU has clusters of 64."""
+  x = jnp.ones((64, 64), jnp.float32)
+  start = jax.jit(lambda x: start_stand_in(x, num_sms=64, num_rounds=1, cluster_size=64))
+  for _ in range(2):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="stand-in"):
+      jax.block_until_ready(start(x))
+    y = jax_magi.fused_scale_mask_softmax(x[None, None], implementation="cuda")
+    np.testing.assert_allclose(y, jnp.full_like(y, 1 / 64), rtol=1e-6)

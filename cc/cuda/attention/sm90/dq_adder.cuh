@@ -47,8 +47,16 @@ struct DqAdder {
         Arrive(&shared.dq_empty[warpgroup]);
       }
       if (params.dq_order.is_fixed()) {
-        // No fences: the addition is done in L2 when its thread has waited for it, and the next one
-        // is not asked for before the counter was read from there.
+        // Why relaxed counters are enough to keep the order:
+        // 1. WaitReduce returns when the addition is complete, not only read from shared memory. It
+        //    is done by L2, where all multiprocessors see it; none of them keeps a copy.
+        // 2. The counter is added to after that, in program order: by this warp, synchronized, and
+        //    in L2, too.
+        // 3. Who waits reads the counter from L2, and asks for its own addition when a branch on
+        //    what it has read is taken: a reduction is not issued speculatively, and "memory" keeps
+        //    the compiler from moving it.
+        // 4. That addition brings no older sum along: L2 reads it when it adds. So there is nothing
+        //    that an acquire would have to drop, nor a release to write back.
         if (lane == 0) WaitReduce();
         __syncwarp();
         if (done != nullptr) AddToCounter(done, 1);

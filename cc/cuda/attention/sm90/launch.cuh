@@ -40,6 +40,14 @@ Status SetUpKernel(size_t shared_bytes, int* num_sms) {
 }
 
 // Launches a persistent kernel that may come up before the one that prepares its work has ended.
+//
+// It may read q, k, v, slices and the list before griddepcontrol.wait, and write out. The kernel
+// before it on the stream is our own (ResetKernel, PrepareBackwardKernel or DqOrderKernel). Each of
+// these first waits itself, until all that came before is complete and can be read, and only then
+// lets the next kernel start, in every one of its blocks of threads; the next one starts when all
+// have done so. So whoever wrote the operands has ended before this kernel begins, and so have all
+// that read what it writes. It has to wait for what the kernel before it writes: counters,
+// max_logits, statistics, zeros and turns.
 template <auto kKernel, int kClusterSize = 1, typename Params>
 Status LaunchPersistent(const Params& params, int num_threads, size_t shared_bytes,
                         int64_t max_work, const LaunchOptions& options) {
