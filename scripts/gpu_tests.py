@@ -31,14 +31,25 @@ SOURCES = ("CMakeLists.txt", "cc", "jax_magi", "tests")
 MAX_GROUP = 40  # Tests in one process: with more, the last process would run alone for long.
 TEST_LIMIT_S = 300  # A test that takes longer hangs.
 OUTCOMES = ("passed", "failed", "skipped", "not run")
-TOOLS = ("memcheck", "racecheck")
-CASES = (  # Names in tests/sanitizer_cases.py, or beginnings of several.
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CASES = (  # Names in tests/sanitizer_cases.py, or beginnings of several: one of every family.
   "attention-64-64-uneven",
   "attention-128-128-causal",
   "attention-192-128-uneven",
   "attention-256-256-uneven",
+  "attention-64-64-uneven-deterministic",
+  "attention-128-128-softcap",
+  "attention-128-128-parts",
+  "attention-128-128-clusters",
   "attention-128-128-forward-clusters-uneven",
+  "attention-batch",
+  "attention-forged-list",
+  "stages-128-uneven",
+  "stages-128-head_cuts",
   "bias-128-aligned-hqk_bias",
+  "bias-64-uneven-1qk_bias",
+  "bias-64-uneven-h1k_bias-alibi",
+  "bias-64-uneven-no_bias-alibi",
   "softmax-1000-bf16",
 )
 # In the output of a process that died: frames of pytest itself, and a long list of modules.
@@ -181,10 +192,13 @@ def sanitizer_jobs(program: str | None) -> list[Job]:
   """Every tool with every case; without a command where compute-sanitizer is not installed."""
   # Each array gets its own memory: in a pool, an access past its end would hit another one.
   command = ["env", "XLA_PYTHON_CLIENT_ALLOCATOR=platform", str(program), "--error-exitcode", "1"]
-  command += ["--kernel-name", "kns=jax_magi"]
   module = [sys.executable, "-m", "tests.sanitizer_cases", "--only"]
+  # Faster, but initcheck has to see the kernels of XLA write what ours read.
+  ours = {tool: [] if tool == "initcheck" else ["--kernel-name", "kns=jax_magi"] for tool in TOOLS}
   return [
-    Job([f"{tool} {case}"], [*command, "--tool", tool, *module, case] if program else [])
+    Job(
+      [f"{tool} {case}"], [*command, "--tool", tool, *ours[tool], *module, case] if program else []
+    )
     for case, tool in itertools.product(CASES, TOOLS)
   ]
 

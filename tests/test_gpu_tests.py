@@ -163,6 +163,15 @@ def test_sanitizers_that_are_not_installed_are_not_run(project, capsys):
   assert _row(capsys.readouterr().out, "total") == [0, 0, 0, len(sanitizers)]
 
 
+def test_every_tool_runs_every_sanitizer_case():
+  """initcheck with XLA's kernels, which write what ours read."""
+  jobs = {job.tests[0]: job.command for job in gpu_tests.sanitizer_jobs("compute-sanitizer")}
+  tools = ("memcheck", "racecheck", "initcheck", "synccheck")
+  assert set(jobs) == {f"{tool} {case}" for tool in tools for case in gpu_tests.CASES}
+  for name, command in jobs.items():
+    assert ("--kernel-name" not in command) == name.startswith("initcheck")
+
+
 @pytest.mark.parametrize("name", gpu_tests.CASES)
 def test_sanitizer_cases_exist(name):
   assert any(name in case for case, _ in sanitizer_cases._cases())
