@@ -39,6 +39,8 @@ CASES = (  # Names in tests/sanitizer_cases.py, or beginnings of several.
   "attention-256-256-uneven",
   "attention-128-128-forward-clusters-uneven",
   "bias-128-aligned-hqk_bias",
+  "bias-192-aligned-hqk_bias",
+  "bias-256-uneven-h1k_bias",
   "softmax-1000-bf16",
 )
 # In the output of a process that died: frames of pytest itself, and a long list of modules.
