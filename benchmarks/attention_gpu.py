@@ -34,8 +34,8 @@ Dims = tuple[int, int] | None
 MODELS = [(128, 48, 8), (64, 32, 32)]
 # Masks that most peers have: these are also timed in both models, and as single calls.
 SIMPLE = ("full", "causal", "window")
-# With `--dims`, so many heads, and the simple masks alone.
-NUM_HEADS_OF_DIMS = 64
+# With `--dims`, so many heads, and these masks alone.
+NUM_HEADS_OF_DIMS, MASKS_OF_DIMS = 64, (*SIMPLE, "varlen_causal")
 # Where the deterministic backward pass is timed, too. In the second, documents begin anywhere; in
 # the first, at multiples of the units in which queries have turns.
 DETERMINISTIC_LENGTHS = (8192, 16384)
@@ -105,7 +105,7 @@ def _print_row(row: dict, text: str) -> None:
 def _cells(lengths: list[int], direction: str, dims: Dims) -> Iterator[Cell]:
   if dims:
     heads = (NUM_HEADS_OF_DIMS, NUM_HEADS_OF_DIMS)
-    for length, name in itertools.product(lengths, SIMPLE):
+    for length, name in itertools.product(lengths, MASKS_OF_DIMS):
       mask = MASKS[name](length)
       yield Cell(name, mask, dims[0], *heads, direction=direction, value_dim=dims[1])
     return
@@ -283,7 +283,7 @@ PARTS: dict[str, Callable[[list[int] | None, Beside, Dims], list[dict]]] = {
   "max_logits": lambda lengths, *_: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda *_: time_traced_masks(),
   "scale": lambda *_: time_scale(),
-  "bias": lambda lengths, *_: time_bias(lengths or [8192]),
+  "bias": lambda lengths, _, dims: time_bias(lengths or [8192], dims),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",

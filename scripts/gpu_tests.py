@@ -50,6 +50,8 @@ CASES = (  # Names in tests/sanitizer_cases.py, or beginnings of several: one of
   "bias-64-uneven-1qk_bias",
   "bias-64-uneven-h1k_bias-alibi",
   "bias-64-uneven-no_bias-alibi",
+  "bias-192-aligned-hqk_bias",
+  "bias-256-uneven-h1k_bias",
   "softmax-1000-bf16",
 )
 # In the output of a process that died: frames of pytest itself, and a long list of modules.

@@ -62,7 +62,7 @@ def _every_shape():
 BIAS_CASES = list({case.name: case for case in (*_every_mask(), *_every_shape())}.values())
 
 
-def many_slices(heads, head_dim: int, bias: str | None) -> tuple[Inputs, AttentionMask]:
+def many_slices(heads, dims, bias: str | None) -> tuple[Inputs, AttentionMask]:
   """Inputs with slopes, and a mask with 150 slices in a row.
 
   All keys that count are far from the queries, and dslopes is what is left of large terms: an error
@@ -73,6 +73,6 @@ def many_slices(heads, head_dim: int, bias: str | None) -> tuple[Inputs, Attenti
   q_ranges = np.tile([[20, 150]], (num_slices, 1))
   k_ranges = np.stack([begins, begins + 5], axis=1)
   mask = AttentionMask.from_ranges(q_ranges, k_ranges, q_len=q_len, k_len=k_len)
-  shape = (q_len, k_len, *heads, head_dim, head_dim)
+  shape = (q_len, k_len, *heads, *dims)
   rng = np.random.default_rng(0)
   return make_inputs(rng, DTYPES["bf16"], *shape, bias=bias, has_alibi=True), mask

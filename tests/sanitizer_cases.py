@@ -104,7 +104,7 @@ def _bias_cases():
   # Those are too short for a ring to begin anew.
   masks |= {f"long_{name}": AttentionMask.causal(150, x.k_len + 864) for name, x in masks.items()}
   for dims, (name, mask), (bias, bias_dtype, has_alibi), deterministic in itertools.product(
-    [(64, 64), (128, 128)],
+    [(64, 64), (128, 128), (192, 128), (256, 256)],
     masks.items(),
     [
       ("hqk", None, False),

@@ -41,7 +41,7 @@ def test_blockwise_over_several_blocks(bias):
 @implementations
 def test_slopes_of_queries_far_from_their_keys(implementation):
   """Their gradient is near that of float32 arrays. From a rounded `out`, it is off by 13 to 70%."""
-  inputs, mask = many_slices((2, 1), 64, None)
+  inputs, mask = many_slices((2, 1), (64, 64), None)
   check_attention(inputs, mask, implementation)
 
   def gradient(dtype):

@@ -90,23 +90,25 @@ def _aligned(position):
   return -(-position // 8) * 8
 
 
-def test_tiles_of_keys_are_aligned_where_there_is_a_bias():
-  """TMA takes boxes of a bias from multiples of 16 bytes alone."""
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_tiles_of_keys_are_aligned_where_there_is_a_bias(head_dim):
+  """TMA takes boxes of a bias from multiples of 16 bytes alone, and so do stores of 16 bytes."""
   mask = MASKS["odd_documents"]
-  begin, _, _ = _tiles(mask, is_backward=True, **_with_bias(mask))
+  begin, _, _ = _tiles(mask, is_backward=True, head_dim=head_dim, **_with_bias(mask))
   assert (begin % 8 == 0).all()
   assert {0, 696, 1592, 1800} <= set(begin.tolist())
 
 
-def test_blocks_of_keys_are_aligned_where_there_is_a_bias():
+@pytest.mark.parametrize(("head_dim", "columns"), [(128, 128), (256, 64)])
+def test_blocks_of_keys_are_aligned_where_there_is_a_bias(head_dim, columns):
   """They are laid from right to left, and so from a multiple of 8 on."""
   mask = MASKS["odd_documents"]
   dense, num_more = mask.to_dense(), 0
-  tiles = _tiles(mask, is_backward=False, **_with_bias(mask))
+  tiles = _tiles(mask, is_backward=False, head_dim=head_dim, **_with_bias(mask))
   for first, count, blocks in zip(*tiles, strict=True):
     documents = {tuple(np.flatnonzero(row)[[0, -1]]) for row in dense[first : first + count]}
-    assert blocks == sum(-(-(_aligned(end + 1) - begin) // 128) for begin, end in documents)
-    num_more += blocks - sum(-(-(end + 1 - begin) // 128) for begin, end in documents)
+    assert blocks == sum(-(-(_aligned(end + 1) - begin) // columns) for begin, end in documents)
+    num_more += blocks - sum(-(-(end + 1 - begin) // columns) for begin, end in documents)
   assert num_more > 0, "no end was moved into another block"
 
 
@@ -270,12 +272,11 @@ def test_tiles_that_are_cut_by_the_device_have_no_parts(length, head_dim):
   assert needs.num_dkv_parts == one_part.num_dkv_parts == 1
   # But for the counter, as much for each query head.
   assert needs.workspace_bytes - 32 == 6 * (one_part.workspace_bytes - 32)
-  slopes = {"has_alibi": True} if head_dim <= 128 else {"deterministic": True}
   for changes in (
     {"has_float_grads": False},
     {"deterministic": True},
     {"static_slices": np.asarray(mask.slices).tobytes()},
-    slopes,
+    {"has_alibi": True},
   ):
     assert hopper_needs(mask, **options, **traced | changes).num_dkv_parts > 1
 

@@ -55,7 +55,5 @@ def explain_attention(
     " + ".join(["attention", *(name for name, x in terms.items() if x is not None)]),
     implementation,
     PLAIN,
-    lambda backend: backend.attention_obstacle(
-      q, v, has_terms=bias is not None or alibi_slopes is not None, bias_in_order=in_order
-    ),
+    lambda backend: backend.attention_obstacle(q, v, bias_in_order=in_order),
   )

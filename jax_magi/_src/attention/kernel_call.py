@@ -62,7 +62,6 @@ def natives(call: KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
     Backend.attention_obstacle,
     q=operands["q"],
     v=operands["v"],
-    has_terms=not operands.keys().isdisjoint(TERMS),
     bias_in_order=operands["bias"] if is_in_order else None,
   )
   # Besides what was checked with the arguments, before it was known which gradients are wanted.

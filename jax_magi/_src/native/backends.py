@@ -72,7 +72,6 @@ class Backend:
     module: what hands out the handlers, and answers `needs`; None if it was not built.
     attention_dtypes: element types that the attention kernels take.
     max_head_dim: the largest head dim that they take; None is no limit.
-    max_head_dim_with_terms: the same, for calls with a bias or ALiBi slopes.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
     bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
     orders_dq_itself: whether a sum of dq over several calls has an order of the kernels' own, which
@@ -89,7 +88,6 @@ class Backend:
   module: Any
   attention_dtypes: tuple[Any, ...] = (jnp.float32, jnp.bfloat16, jnp.float16)
   max_head_dim: int | None = None
-  max_head_dim_with_terms: int | None = None
   head_dim_multiple: int = 1
   bias_multiple: int = 1
   orders_dq_itself: bool = False
@@ -98,15 +96,12 @@ class Backend:
   softmax_devices: Devices = Devices()
   max_softmax_rows: int | None = None
 
-  def attention_obstacle(
-    self, q: Any, v: Any, *, has_terms: bool = False, bias_in_order: Any = None
-  ) -> str | None:
+  def attention_obstacle(self, q: Any, v: Any, *, bias_in_order: Any = None) -> str | None:
     """Why the attention kernels cannot be used for these operands; None if they can.
 
     Args:
       q: `[..., num_q_heads, head_dim]`.
       v: `[..., value_dim]`.
-      has_terms: whether there is a bias or ALiBi slopes.
       bias_in_order: a bias `[batch or 1, num_q_heads or 1, q_len or 1, k_len]` whose gradient is
         wanted, and must be equal bit for bit from run to run; None is none.
     """
@@ -118,12 +113,6 @@ class Backend:
     dims = q.shape[-1], v.shape[-1]
     if self.max_head_dim is not None and max(dims) > self.max_head_dim:
       return f"the kernels take head dims up to {self.max_head_dim}, not {dims[0]} and {dims[1]}"
-    limit = self.max_head_dim_with_terms
-    if has_terms and limit is not None and max(dims) > limit:
-      return (
-        f"with a bias or ALiBi slopes the kernels take head dims up to {limit}, "
-        f"not {dims[0]} and {dims[1]}"
-      )
     if bias_in_order is not None and not self.sums_bias_in_order:
       batch, heads, rows, _ = bias_in_order.shape
       if rows > 1 and (batch, heads) != (q.shape[0], q.shape[2]):
@@ -131,7 +120,7 @@ class Backend:
           "the kernels have no deterministic gradient of a bias that batch rows or heads share "
           "and queries do not"
         )
-    return self._device_obstacle(self.attention_devices) or self._build_obstacle(q, dims, has_terms)
+    return self._device_obstacle(self.attention_devices) or self._build_obstacle(q, dims)
 
   def softmax_obstacle(self, x: Any) -> str | None:
     """Why the softmax kernels cannot be used for `x`; None if they can."""
@@ -155,15 +144,12 @@ class Backend:
       return _NOT_BUILT
     return devices.obstacle(self.platform)
 
-  def _build_obstacle(self, q: Any, dims: tuple[int, int], has_terms: bool) -> str | None:
+  def _build_obstacle(self, q: Any, dims: tuple[int, int]) -> str | None:
     """Of a build with some of the kernels: whether those for these dims are among them."""
     if not self.module.LEFT_OUT:
       return None
-    limit = self.max_head_dim_with_terms if has_terms else None
     names = [name.split() for name in self.module.variants()["attention backward"]]
     built = {name: _dims_of(name) for name, dtype in names if dtype == q.dtype.name}
-    if limit is not None:
-      built = {name: both for name, both in built.items() if max(both) <= limit}
 
     def has_larger(than: tuple[int, int]) -> bool:
       return any(
@@ -200,7 +186,6 @@ HOPPER = Backend(
   _import("_cuda"),
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
-  max_head_dim_with_terms=128,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
   bias_multiple=8,  # Likewise.
   orders_dq_itself=True,

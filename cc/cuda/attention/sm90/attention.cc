@@ -31,7 +31,7 @@ struct ForwardEntry {
   ForwardEntry{head_dim, value_dim, kDTypeOf<Element>,               \
                ForwardVariant<head_dim, value_dim, Element>::Launch, \
                ForwardVariant<head_dim, value_dim, Element>::TilingOf},
-const ForwardEntry kForward[] = {JAX_MAGI_FORWARD_VARIANTS};
+const ForwardEntry kForward[] = {JAX_MAGI_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
 struct BackwardEntry {
@@ -44,7 +44,7 @@ struct BackwardEntry {
   BackwardEntry{head_dim, value_dim, kDTypeOf<Element>,                \
                 BackwardVariant<head_dim, value_dim, Element>::Launch, \
                 BackwardVariant<head_dim, value_dim, Element>::TilingOf},
-const BackwardEntry kBackward[] = {JAX_MAGI_BACKWARD_VARIANTS};
+const BackwardEntry kBackward[] = {JAX_MAGI_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
 template <typename Entry, size_t kCount>
@@ -58,31 +58,31 @@ std::vector<std::string> NamesOf(const Entry (&entries)[kCount]) {
   return names;
 }
 
-// For scores with terms. There may be none: the last entry is for no call.
+// For scores with terms.
 struct ForwardTermsEntry {
   int64_t head_dim, value_dim;
   DType dtype;
-  decltype(&ForwardTermsVariant<64, cutlass::half_t>::Launch) launch;
-  decltype(&ForwardTermsVariant<64, cutlass::half_t>::TilingOf) tiling;
+  decltype(&ForwardTermsVariant<64, 64, cutlass::half_t>::Launch) launch;
+  decltype(&ForwardTermsVariant<64, 64, cutlass::half_t>::TilingOf) tiling;
 };
-#define JAX_MAGI_VARIANT(dim, Element)                                                      \
-  ForwardTermsEntry{dim, dim, kDTypeOf<Element>, ForwardTermsVariant<dim, Element>::Launch, \
-                    ForwardTermsVariant<dim, Element>::TilingOf},
-const ForwardTermsEntry kForwardTerms[] = {
-    JAX_MAGI_TERMS_VARIANTS ForwardTermsEntry{0, 0, DType::kF32, nullptr, nullptr}};
+#define JAX_MAGI_VARIANT(head_dim, value_dim, Element)                         \
+  ForwardTermsEntry{head_dim, value_dim, kDTypeOf<Element>,                    \
+                    ForwardTermsVariant<head_dim, value_dim, Element>::Launch, \
+                    ForwardTermsVariant<head_dim, value_dim, Element>::TilingOf},
+const ForwardTermsEntry kForwardTerms[] = {JAX_MAGI_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
 struct BackwardTermsEntry {
   int64_t head_dim, value_dim;
   DType dtype;
-  decltype(&BackwardTermsVariant<64, cutlass::half_t>::Launch) launch;
-  decltype(&BackwardTermsVariant<64, cutlass::half_t>::TilingOf) tiling;
+  decltype(&BackwardTermsVariant<64, 64, cutlass::half_t>::Launch) launch;
+  decltype(&BackwardTermsVariant<64, 64, cutlass::half_t>::TilingOf) tiling;
 };
-#define JAX_MAGI_VARIANT(dim, Element)                                                        \
-  BackwardTermsEntry{dim, dim, kDTypeOf<Element>, BackwardTermsVariant<dim, Element>::Launch, \
-                     BackwardTermsVariant<dim, Element>::TilingOf},
-const BackwardTermsEntry kBackwardTerms[] = {
-    JAX_MAGI_TERMS_VARIANTS BackwardTermsEntry{0, 0, DType::kF32, nullptr, nullptr}};
+#define JAX_MAGI_VARIANT(head_dim, value_dim, Element)                           \
+  BackwardTermsEntry{head_dim, value_dim, kDTypeOf<Element>,                     \
+                     BackwardTermsVariant<head_dim, value_dim, Element>::Launch, \
+                     BackwardTermsVariant<head_dim, value_dim, Element>::TilingOf},
+const BackwardTermsEntry kBackwardTerms[] = {JAX_MAGI_VARIANTS};
 #undef JAX_MAGI_VARIANT
 
 template <typename Args>

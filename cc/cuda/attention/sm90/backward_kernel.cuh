@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     if constexpr (Config::kHasRoles) {
       for (uint64_t& barrier : shared.factors_full) InitBarrier(&barrier, kWarpgroup / 32);
     }
-    if constexpr (Config::kHasTerms) {
+    if constexpr (Config::kBiasByTma) {
       const bool is_stored = !Config::kDqIsLate || params.gradients.dbias != nullptr;
       InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 32 * is_stored);
     }

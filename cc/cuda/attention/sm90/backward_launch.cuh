@@ -106,11 +106,11 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
     params.terms = TermsOf(args);
     params.gradients = gradients;
     JAX_MAGI_RETURN_IF_BAD(CheckTerms(params.terms));
-    if (params.terms.kind == BiasKind::kTiles) {
+    if (Config::kBiasByTma && params.terms.kind == BiasKind::kTiles) {
       JAX_MAGI_RETURN_IF_BAD(MakeBiasMap("bias", shape, args.bias_layout, args.bias,
                                          Config::kBlockColumns, &params.bias_map));
     }
-    if (gradients.dbias != nullptr) {
+    if (Config::kBiasByTma && gradients.dbias != nullptr) {
       JAX_MAGI_RETURN_IF_BAD(MakeBiasMap("dbias", shape, args.bias_layout, gradients.dbias,
                                          Config::kBlockColumns, &params.dbias_map));
     }

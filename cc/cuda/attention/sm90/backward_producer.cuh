@@ -170,7 +170,7 @@ struct BackwardProducer {
             // The first block may reach past `end`, as no block begins before 0.
             const int begin = Max(end - Config::kBlockColumns, 0);
             LoadX(begin, end);
-            if constexpr (Config::kHasTerms) LoadBias(begin);
+            if constexpr (Config::kBiasByTma) LoadBias(begin);
             LoadY(begin);
             ++num_loaded;
           }

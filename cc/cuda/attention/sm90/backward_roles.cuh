@@ -7,12 +7,14 @@
 //
 // (S, P, dP and dS are transposed here.) Each multiplies dS by half of the dims of K for dQ, that
 // of the block before, whose dS was written long since. It leaves registers under dV or dK, in two
-// steps, as shared memory has room for half of it.
+// steps where shared memory has room for half of it.
+//
+// With terms, the first one adds them to scores, and the second one stores their gradients.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
 
-#include "cc/cuda/attention/sm90/backward_block.cuh"
+#include "cc/cuda/attention/sm90/backward_roles_terms.cuh"
 
 namespace jax_magi::cuda {
 
@@ -20,8 +22,9 @@ template <typename Config>
 struct BackwardRoles {
   using Element = typename Config::Element;
   using Block = BackwardBlock<Config>;
-  static_assert(Config::kXStages == 2 && Config::kDsStages == 2 && Config::kDqSteps == 2,
+  static_assert(Config::kXStages == 2 && Config::kDsStages == 2 && Config::kDqSteps <= 2,
                 "positions follow from the number of blocks");
+  static constexpr bool kHasSteps = Config::kDqSteps == 2;
   static constexpr uint32_t kFirst = 1u << 31;  // Of the tile's blocks, in num_done.
 
   const BackwardParamsOf<Config>& params;
@@ -41,7 +44,9 @@ struct BackwardRoles {
         block{params, shared, warpgroup, thread, /*row_stage=*/0} {}
 
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kHasSoftcap) {
+    if constexpr (Config::kHasTerms) {
+      block.scale = params.terms.scale;
+    } else if constexpr (Config::kHasSoftcap) {
       block.scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
     } else {
       block.scale = {params.softmax_scale * kLog2E, 0.0f};
@@ -55,7 +60,7 @@ struct BackwardRoles {
           block.dx, [&] { return ComputeGradients(); },
           [&](const RowTileInfo& tile) { block.StoreDx(tile); });
     }
-    Wait(&shared.dq_empty[warpgroup], 1);
+    Wait(&shared.dq_empty[warpgroup], kHasSteps ? 1 : num_done % 2 ^ 1);
     if (thread == 0) shared.dq_target[warpgroup][num_done % 2].head = -1;
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
@@ -89,16 +94,19 @@ struct BackwardRoles {
       num_done = __shfl_sync(~0u, num_done, 0);
       const int parity = num_done % 2;
       Wait(&shared.x_full[parity], num_done / 2 % 2);
+      BackwardRolesTerms<Config> terms{block};
+      if constexpr (Config::kHasTerms) terms.Read(parity);
       block.IssueScores(parity);
-      SetDqTarget(parity);
+      if constexpr (kHasSteps) SetDqTarget(parity);
       block.ReadStarts(parity);
       const int flags = BlockFlags(parity);
       is_last = flags & kLast;
       WaitWgmma<0>();
       FenceRegisters(block.scores);
+      if constexpr (Config::kHasTerms) terms.Add(parity);
       if (flags & kMasked) block.Hide(shared.block[parity]);
       GiveFactors(parity);
-      Arrive(&shared.x_empty[parity]);
+      if constexpr (kHasSteps) Arrive(&shared.x_empty[parity]);
       WaitForDs(num_done - 1);
       // For the first block this is a product of old words, and not used: under a condition, ptxas
       // would run all products one by one.
@@ -106,6 +114,10 @@ struct BackwardRoles {
       WaitForY();
       block.IssueDy(YStage());
       AddDqBefore(parity);
+      if constexpr (!kHasSteps) {
+        SetDqTarget(parity);
+        Arrive(&shared.x_empty[parity]);
+      }
       WaitWgmma<0>();
       FenceRegisters(block.dy);
       ArriveByWarp(&shared.y_empty[YStage()], thread);
@@ -125,19 +137,23 @@ struct BackwardRoles {
       block.ReadDeltas(parity);
       WaitForY();
       block.IssueDp(YStage());
-      SetDqTarget(parity);
+      if constexpr (kHasSteps) SetDqTarget(parity);
       is_last = BlockFlags(parity) & kLast;
       WaitWgmma<0>();
       FenceRegisters(block.dp);
       ArriveByWarp(&shared.y_empty[YStage()], thread);
       TakeFactors(parity);
       block.ScoreGradients();
+      if constexpr (Config::kHasTerms) BackwardBlockTerms<Config>{block}.AddGradients(parity);
       WaitForDs(num_done - 1);
       block.WriteDs(Ds(parity));
       FenceAsyncProxy();
       block.IssueDqByQuery(Ds(parity ^ 1));  // Not used for the first block, as above.
       block.IssueDx(parity);
       AddDqBefore(parity);
+      if constexpr (!kHasSteps) SetDqTarget(parity);
+      if constexpr (Config::kHasTerms)
+        BackwardRolesTerms<Config>{block}.StoreDs(parity, Ds(parity));
       WaitWgmma<0>();
       FenceRegisters(block.dx);
       Arrive(&shared.x_empty[parity]);
@@ -169,7 +185,7 @@ struct BackwardRoles {
   // Those of the block before the last may be overwritten: with its dS, which was waited for, they
   // have been read.
   __device__ __forceinline__ void GiveFactors(int stage) {
-    if constexpr (Config::kHasSoftcap) {
+    if (Config::kHasSoftcap || (Config::kHasTerms && block.scale.inverse_cap != 0.0f)) {
       block.CappedFactors(stage, Factors(stage));
     } else {
       block.Probabilities(stage);
@@ -202,7 +218,8 @@ struct BackwardRoles {
   // --- dQ: from registers to shared memory, from where DqAdder takes it ---
 
   // Where dQ of this block belongs. The slot is free: the block before has written its second step,
-  // so the first one of the block that had the slot was taken.
+  // so the first one of the block that had the slot was taken. Where there is but one step, that is
+  // so when the block before has written it.
   __device__ __forceinline__ void SetDqTarget(int parity) {
     if (thread == 0) shared.dq_target[warpgroup][parity] = shared.target[parity];
   }
@@ -213,24 +230,26 @@ struct BackwardRoles {
     FenceRegisters(block.dq);
     // The other warpgroup may now write over the dS before this one.
     ArriveByWarp(&shared.ds_full[parity], thread);
-    if (!(num_done & kFirst)) AddDq();
+    if (!(num_done & kFirst)) AddDq(parity ^ 1);
   }
   // That of a tile's last block.
   __device__ __forceinline__ void AddLastDq() {
     // Else the compiler keeps phases of the last block, and with a cap there is no register for it.
     asm volatile("" : "+r"(num_done));
     WaitForDs(num_done - 1);
-    block.IssueDqByQuery(Ds((num_done - 1) % 2));
+    const int parity = (num_done - 1) % 2;
+    block.IssueDqByQuery(Ds(parity));
     WaitWgmma<0>();
     FenceRegisters(block.dq);
-    AddDq();
+    AddDq(parity);
   }
 
-  __device__ __forceinline__ void AddDq() {
+  // `parity` is the block's.
+  __device__ __forceinline__ void AddDq(int parity) {
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      Wait(&shared.dq_empty[warpgroup], step ^ 1);
-      block.StoreDqByQuery(block.dq + step * (Config::kDqRegisters / 2));
+    for (int step = 0; step < Config::kDqSteps; ++step) {
+      Wait(&shared.dq_empty[warpgroup], (kHasSteps ? step : parity) ^ 1);
+      block.StoreDqByQuery(block.dq + step * (Config::kDqRegisters / Config::kDqSteps));
       FenceAsyncProxy();
       ArriveByWarp(&shared.dq_full[warpgroup], thread);
     }

@@ -21,7 +21,7 @@ struct alignas(16) DsInfo {
   int32_t head, batch, row_begin;
 };
 
-template <typename Config, bool kHasTerms>
+template <typename Config, bool kBiasByTma>
 struct BackwardBias {};
 template <typename Config>
 struct BackwardBias<Config, true> {

@@ -1,18 +1,28 @@
 // One variant of the backward kernel for scores with terms; CMakeLists.txt names it.
 
+#include <type_traits>
+
 #include "cc/cuda/attention/sm90/backward_launch.cuh"
 #include "cc/cuda/attention/sm90/terms_config.h"
 
 namespace jax_magi::cuda {
+namespace {
 
-template <int kHeadDim, typename Element>
-Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call, int num_parts,
-                                                       bool deterministic,
-                                                       const LaunchOptions& options) {
+// The kernels of a variant. Beyond 128 dims one takes all.
+template <int kHeadDim, int kValueDim, typename Element, Terms kTerms>
+using ConfigFor =
+    std::conditional_t<(kHeadDim > 128), WideBackwardTermsConfig<kHeadDim, kValueDim, Element>,
+                       BackwardTermsConfig<kHeadDim, Element, kTerms>>;
+
+}  // namespace
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status BackwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& call,
+                                                                  int num_parts, bool deterministic,
+                                                                  const LaunchOptions& options) {
   const AttentionShape& shape = call.shape;
   if (shape.batch == 0) return {};
-  using All = BackwardTermsConfig<kHeadDim, Element>;
-
+  constexpr bool kIsWide = kHeadDim > 128;
   const Tiling tiling = TilingOf(
       AreSlopesAlone(call.params.softcap != 0.0f, call.bias != nullptr, call.dslopes != nullptr));
   const BackwardWorkspace workspace = BackwardWorkspaceOf(CallOf(call, deterministic), tiling,
@@ -22,7 +32,7 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
 
   TermGradients gradients;
   const bool is_bias_alone =
-      IsBiasAlone(args) &&
+      !kIsWide && IsBiasAlone(args) &&
       (args.dbias == nullptr || !IsDbiasSummed(shape, args.bias_layout, args.dtype));
   const bool are_slopes_alone =
       AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
@@ -32,11 +42,11 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
                                                 workspace.zeros, /*added=*/{}, workspace.statistics,
                                                 workspace.counter, options.stream));
   if (shape.k_len > 0) {
-    auto launch = LaunchBackwardKernel<All>;
+    auto launch = LaunchBackwardKernel<ConfigFor<kHeadDim, kValueDim, Element, Terms::kAny>>;
     if (is_bias_alone) {
-      launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kBias>>;
+      launch = LaunchBackwardKernel<ConfigFor<kHeadDim, kValueDim, Element, Terms::kBias>>;
     } else if (are_slopes_alone) {
-      launch = LaunchBackwardKernel<BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>>;
+      launch = LaunchBackwardKernel<ConfigFor<kHeadDim, kValueDim, Element, Terms::kSlopes>>;
     }
     JAX_MAGI_RETURN_IF_BAD(launch(args, workspace, options, gradients));
   }
@@ -46,11 +56,10 @@ Status BackwardTermsVariant<kHeadDim, Element>::Launch(const BackwardArgs& call,
   return {};
 }
 
-template <int kHeadDim, typename Element>
-Tiling BackwardTermsVariant<kHeadDim, Element>::TilingOf(bool are_slopes_alone) {
-  using Slopes = BackwardTermsConfig<kHeadDim, Element, Terms::kSlopes>;
-  return are_slopes_alone ? kBackwardTiling<Slopes>
-                          : kBackwardTiling<BackwardTermsConfig<kHeadDim, Element>>;
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(bool are_slopes_alone) {
+  return are_slopes_alone ? kBackwardTiling<ConfigFor<kHeadDim, kValueDim, Element, Terms::kSlopes>>
+                          : kBackwardTiling<ConfigFor<kHeadDim, kValueDim, Element, Terms::kAny>>;
 }
 
 template struct BackwardTermsVariant<JAX_MAGI_VARIANT>;

@@ -96,7 +96,7 @@ template <>
 struct BackwardFactors<false> {};
 
 template <typename Config>
-struct BackwardShared : BackwardBias<Config, Config::kHasTerms>,
+struct BackwardShared : BackwardBias<Config, Config::kBiasByTma>,
                         BackwardCluster<(Config::kClusterSize > 1)>,
                         BackwardFactors<Config::kHasRoles> {
   static constexpr int kXStages = Config::kXStages, kYStages = Config::kYStages;

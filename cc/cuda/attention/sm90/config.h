@@ -90,6 +90,7 @@ template <int kHeadDim, int kValueDim, bool kHasSoftcap>
 struct BackwardTile;
 template <bool kHasSoftcap>
 struct BackwardTile<64, 64, kHasSoftcap> {
+  static constexpr bool kHasRoles = false;
   static constexpr int kBlockColumns = kHasSoftcap ? 64 : 128;
   // Two of rows, for which queries give up their third: the next tile's are there when this one
   // ends. Under a window tiles are short, unless many heads share their keys.
@@ -98,6 +99,7 @@ struct BackwardTile<64, 64, kHasSoftcap> {
 };
 template <bool kHasSoftcap>
 struct BackwardTile<128, 128, kHasSoftcap> {
+  static constexpr bool kHasRoles = false;
   static constexpr int kBlockColumns = kHasSoftcap ? 48 : 80;
   static constexpr int kRowStages = 1, kXStages = kHasSoftcap ? 3 : 2, kYStages = 2;
 };
@@ -107,6 +109,7 @@ struct BackwardTile<128, 128, kHasSoftcap> {
 // all of a block's dQ has room at once and no warpgroup waits for the first half to be read.
 template <bool kHasSoftcap>
 struct BackwardTile<192, 128, kHasSoftcap> {
+  static constexpr bool kHasRoles = false;
   static constexpr int kBlockColumns = 64;
   static constexpr int kRowStages = 1, kXStages = 2, kYStages = 1;
 };
@@ -115,6 +118,7 @@ struct BackwardTile<192, 128, kHasSoftcap> {
 // half of a block's dQ 32.
 template <bool kHasSoftcap>
 struct BackwardTile<256, 256, kHasSoftcap> {
+  static constexpr bool kHasRoles = true;
   static constexpr int kBlockColumns = 64;
   static constexpr int kRowStages = 1, kXStages = 2, kYStages = 1;
 };
@@ -142,10 +146,10 @@ struct BackwardConfig : Tile_ {
   // Products one after the other, as far as registers go: warpgroups are out of step, and one
   // multiplies while the other computes. Queries are the rows of dQ's product, which has half of
   // the dims for each warpgroup.
-  static constexpr bool kTakesTurns = kHeadDim == 192;
+  static constexpr bool kTakesTurns = kHeadDim == 192 && !Tile::kHasRoles;
   // One warpgroup computes scores and dV, the other one dP, dS and dK: see backward_roles.cuh. Each
   // has half of the dims of dQ.
-  static constexpr bool kHasRoles = kHeadDim == 256;
+  static constexpr bool kHasRoles = Tile::kHasRoles;
   // dQ is that of the block before: warpgroups may be out of step.
   static constexpr bool kDqIsLate = kInTwoBursts || kTakesTurns || kHasRoles;
   // Statistics are read before the wait for scores, where there are registers for them.
@@ -158,16 +162,17 @@ struct BackwardConfig : Tile_ {
   // The product for dQ: warpgroups share its panels of dims or, where there is but one, the
   // queries. Each adds a panel to memory in a step.
   static constexpr bool kSplitQueries = kHeadDim == 64;
-  static constexpr int kDqPanelDims = kTakesTurns ? 96 : 64;
+  static constexpr int kDqPanelDims = kHeadDim == 192 ? 96 : 64;
   static constexpr int kDqSteps = kSplitQueries ? 1 : kHeadDim / (kDqPanelDims * kNumConsumers);
   static constexpr int kDqQueries = Tile::kBlockColumns / (kSplitQueries ? 2 : 1);
   static constexpr int kDqRegisters = kDqSteps * kDqPanelDims * kDqQueries / kWarpgroup;
   // Of keys in shared memory. Half of 192 dims is no multiple of 64.
-  static constexpr int kRowPanelDims = kTakesTurns ? 32 : 64;
+  static constexpr int kRowPanelDims = kHeadDim == 192 ? 32 : 64;
   static constexpr int kNumThreads = kWarpgroup * (1 + kNumConsumers);
   static constexpr int kDsThreads = kWarpgroup * kNumConsumers;  // That wait for dS.
   static constexpr int kDsStages = 2;
-  static constexpr bool kStoresDs = false;  // A warp of its own stores dS.
+  static constexpr bool kStoresDs = false;   // A warp of its own stores dS.
+  static constexpr bool kBiasByTma = false;  // Blocks of a bias come to shared memory.
   // The product for dP takes values from registers, and leaves shared memory's bandwidth to others.
   static constexpr bool kRowYInRegisters = !kHasSoftcap && kHeadDim == 64;
   static constexpr bool kNeedsMost = kHeadDim >= 128 || kRowYInRegisters;

@@ -6,12 +6,12 @@
 #include "cc/cuda/attention/sm90/terms_config.h"
 
 namespace jax_magi::cuda {
+namespace {
 
+// Up to 128 dims.
 template <int kHeadDim, typename Element>
-Status ForwardTermsVariant<kHeadDim, Element>::Launch(const ForwardArgs& args,
-                                                      const LaunchOptions& options) {
+Status LaunchNarrow(const ForwardArgs& args, bool has_blocks, const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
-  const bool has_blocks = args.bias != nullptr && !IsBiasByKey(shape, args.bias_layout);
   const bool is_bias_alone = IsBiasAlone(args);
   const bool are_slopes_alone = AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr,
                                                /*wants_dslopes=*/false);
@@ -34,10 +34,31 @@ Status ForwardTermsVariant<kHeadDim, Element>::Launch(const ForwardArgs& args,
   return launch(std::integral_constant<int, 1>());
 }
 
-template <int kHeadDim, typename Element>
-Tiling ForwardTermsVariant<kHeadDim, Element>::TilingOf(const AttentionShape& shape) {
-  // The same for both.
-  return ConfigTiling<ForwardTermsConfig<kHeadDim, Element, true>>(shape);
+}  // namespace
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status ForwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& args,
+                                                                 const LaunchOptions& options) {
+  const AttentionShape& shape = args.shape;
+  const bool has_blocks = args.bias != nullptr && !IsBiasByKey(shape, args.bias_layout);
+  if constexpr (kHeadDim > 128) {
+    const auto launch =
+        has_blocks ? LaunchForward<WideForwardTermsConfig<kHeadDim, kValueDim, Element, true>>
+                   : LaunchForward<WideForwardTermsConfig<kHeadDim, kValueDim, Element, false>>;
+    return launch(args, options);
+  } else {
+    return LaunchNarrow<kHeadDim, Element>(args, has_blocks, options);
+  }
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling ForwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape) {
+  // The same for all of a variant.
+  if constexpr (kHeadDim > 128) {
+    return ConfigTiling<WideForwardTermsConfig<kHeadDim, kValueDim, Element, true>>(shape);
+  } else {
+    return ConfigTiling<ForwardTermsConfig<kHeadDim, Element, true>>(shape);
+  }
 }
 
 template struct ForwardTermsVariant<JAX_MAGI_VARIANT>;

@@ -37,9 +37,23 @@ struct ForwardTermsConfig
   static constexpr int kBiasStages = kKStages;
 };
 
+// Beyond 128 dims: any terms, and blocks of 64 keys. Of 227 KB of shared memory, 192 and 128 dims
+// take 48 for queries and 56 a stage with a bias in it; 256 dims take 64, and 80 a stage. So there
+// are as many stages as without a bias. Scores and output take 112 and 176 registers of 240.
+template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasBiasBlocks_>
+struct WideForwardTermsConfig
+    : ForwardConfig<kHeadDim_, kValueDim_, Element_, /*kHasSoftcap=*/true> {
+  static constexpr bool kHasTerms = true, kHasBiasBlocks = kHasBiasBlocks_;
+  static constexpr bool kCutsKeys = false;
+  static constexpr int kBlockN = 64;
+  static constexpr int kKStages = kHeadDim_ == 192 ? 3 : 2;
+  static constexpr int kVStages = kKStages, kBiasStages = kKStages;
+};
+
 // The bias takes no shared memory of its own: it lies where dS will be.
 template <int kHeadDim, Terms kTerms>
 struct BackwardTermsTile {
+  static constexpr bool kHasRoles = false;
   static constexpr int kBlockColumns = 64;
   static constexpr int kRowStages = 1, kXStages = 3, kYStages = 2;
 };
@@ -64,7 +78,7 @@ struct BackwardTermsConfig : BackwardConfig<kHeadDim_, kHeadDim_, Element_, /*kH
   // One of so many blocks of threads writes zeros for hidden pairs before it works on others. When
   // there is no work left, all write what is left of them.
   static constexpr int kZeroShare = kIsBiasAlone ? 20 : 0;
-  static constexpr bool kStoresDs = !kAreSlopesAlone;
+  static constexpr bool kStoresDs = !kAreSlopesAlone, kBiasByTma = true;
   static constexpr bool kReadAhead = false;  // There are no registers for it.
   // With 64 dims, consumers can spare what the producer needs for the bias.
   static constexpr bool kNeedsMost = kHeadDim_ == 128 || kAreSlopesAlone;
@@ -72,6 +86,24 @@ struct BackwardTermsConfig : BackwardConfig<kHeadDim_, kHeadDim_, Element_, /*kH
   static constexpr int kConsumerRegisters = kNeedsMost ? 240 : 232;
   // Threads that wait for dS: all consumers, and the warp that stores it.
   static constexpr int kDsThreads = 2 * kWarpgroup + 32 * kStoresDs;
+};
+
+// Beyond 128 dims: any terms, and warpgroups with roles, as for 256 dims without terms. The one
+// that computes scores has registers for a block of the bias, which it reads from memory itself.
+// With 192 and 128 dims, gradients take 96 registers or 64 of a thread and dQ 48; of shared memory,
+// keys take 24 KB, values 16, queries 48, dO 32, probabilities and dS 16 each, and dQ 48.
+template <int kHeadDim>
+struct WideBackwardTermsTile {
+  static constexpr bool kHasRoles = true;
+  static constexpr int kBlockColumns = 64;
+  static constexpr int kRowStages = 1, kXStages = 2, kYStages = kHeadDim == 192 ? 2 : 1;
+};
+template <int kHeadDim_, int kValueDim_, typename Element_>
+struct WideBackwardTermsConfig
+    : BackwardConfig<kHeadDim_, kValueDim_, Element_, /*kHasSoftcap=*/false,
+                     WideBackwardTermsTile<kHeadDim_>> {
+  static constexpr bool kHasTerms = true, kHasAnyTerms = true;
+  static constexpr bool kReadAhead = false;  // The bias takes these registers.
 };
 
 }  // namespace jax_magi::cuda

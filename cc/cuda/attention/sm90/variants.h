@@ -14,7 +14,7 @@ struct ForwardVariant {
   static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
   static Tiling TilingOf(const AttentionShape& shape, bool has_softcap);
 };
-template <int kHeadDim, typename Element>
+template <int kHeadDim, int kValueDim, typename Element>
 struct ForwardTermsVariant {
   static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
   static Tiling TilingOf(const AttentionShape& shape);
@@ -26,7 +26,7 @@ struct BackwardVariant {
   // The same in clusters as without, where it never runs in any.
   static Tiling TilingOf(bool has_softcap, bool in_clusters);
 };
-template <int kHeadDim, typename Element>
+template <int kHeadDim, int kValueDim, typename Element>
 struct BackwardTermsVariant {
   static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
                        const LaunchOptions& options);
