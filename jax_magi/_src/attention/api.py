@@ -8,8 +8,7 @@ from typing import Any
 import jax
 
 from jax_magi._src.arguments import check_flag
-from jax_magi._src.attention import checks
-from jax_magi._src.attention.batch import attend
+from jax_magi._src.attention import checks, ops
 from jax_magi._src.masks.mask import AttentionMask
 
 
@@ -90,7 +89,7 @@ def attention(
   sink = checks.sink_logit(sink, q.shape[1])
   bias = checks.check_bias(bias, (q.shape[1], q.shape[0], k.shape[0]), q.dtype)
   slopes = checks.check_alibi_slopes(alibi_slopes, ((q.shape[1],),))
-  results = attend(
+  results = ops.attention(
     config,
     *(x[None] for x in (q, k, v, mask.slices, sink)),
     bias=None if bias is None else bias[None],

@@ -34,6 +34,14 @@ class AttentionConfig:
   sm_margin: int = 0
   implementation: str | None = None
 
+  def with_positive_scale(self, q: Any) -> tuple[Any, AttentionConfig]:
+    """The same logits: kernels take positive scales, so that the largest product is the largest."""
+    if self.softmax_scale < 0.0:
+      return -q, dataclasses.replace(self, softmax_scale=-self.softmax_scale)
+    if self.softmax_scale == 0.0:
+      return jnp.zeros_like(q), dataclasses.replace(self, softmax_scale=1.0)
+    return q, self
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:

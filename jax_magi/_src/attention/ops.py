@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,7 @@ from jax_magi._src.attention.mask_operand import MaskOperand
 from jax_magi._src.native import attention as native
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Operation
-from jax_magi._src.transforms.varying import vary_like
+from jax_magi._src.transforms.varying import vary_like, vary_together
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
@@ -33,12 +34,24 @@ CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 _RUNNING = ("running_out", "running_lse", "running_max_logits")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(config: AttentionConfig, q, k, v, mask: MaskOperand, sink, terms):
-  """`forward`, with gradients for q, k, v, sink and terms, from those of out and lse.
+def attention(config: AttentionConfig, q, k, v, slices, sink, *, bias=None, alibi_slopes=None):
+  """`forward` with gradients, for operands as callers have them: any scale, mesh axes of any type.
 
-  `terms` are the optional operands of `forward` that there are, by name.
+  Slices may be numpy. Gradients are those of out and lse, for all operands but slices.
   """
+  q, config = config.with_positive_scale(q)
+  mask = MaskOperand.of_call(slices, q, k, v)
+  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
+  # Before the custom derivative, so that the gradient of a replicated operand is summed.
+  leaves, treedef = jax.tree.flatten((q, k, v, mask, sink, terms))
+  operands = jax.tree.unflatten(treedef, vary_together(*leaves))
+  out, lse, max_logits = _attention(config, *operands)
+  return out, lse, lax.stop_gradient(max_logits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(config: AttentionConfig, q, k, v, mask: MaskOperand, sink, terms):
+  """`terms` are the optional operands that there are, by name."""
   return _forward_on_mesh(config, None, q, k, v, mask, sink, terms)
 
 
@@ -92,7 +105,7 @@ def _attention_bwd(config, residuals, cotangents):
   return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
 
 
-attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 def _instantiated(cotangent, like):

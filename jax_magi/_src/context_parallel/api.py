@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
-from jax_magi._src.attention.batch import with_positive_scale
 from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import check_axis
 from jax_magi._src.context_parallel.key import (
@@ -97,7 +96,7 @@ def calc_attn(
     implementation=implementation,
   )
   keep = check_flag("keep_remote_kv", keep_remote_kv)
-  q, config = with_positive_scale(q, config)
+  q, config = config.with_positive_scale(q)
   sink = checks.sink_logit(sink, q.shape[1])
   leaves, treedef = jax.tree.flatten(key)
   # Before the custom derivative, so that the gradient of a replicated operand is summed.

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
+from jax_magi._src.softmax import plain
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Operation
 
@@ -97,7 +98,7 @@ def _mask_gradient(config, mask, y, dy, against_offset):
     return _sum_to(against_offset[..., None], mask.shape).astype(mask.dtype)
   dtype = np.promote_types(y.dtype, np.float32)
   band = {"lo": config.lo, "hi": config.hi}
-  ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0, **band)[0]
+  ds = plain.backward(y.astype(dtype), dy.astype(dtype), scale=1.0, **band)[0]
   return _sum_to(ds, mask.shape).astype(mask.dtype)
 
 
@@ -127,7 +128,7 @@ def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable:
     operands={"x": _X, "mask": _X, "offset": "bh"},
     results={"y": _X} | ({"offset_probability": _ROWS} if has_offset else {}),
     natives=functools.partial(_natives, native, "x"),
-    plain=functools.partial(_asked_for, functools.partial(_plain_forward, **options)),
+    plain=functools.partial(_asked_for, functools.partial(plain.forward, **options)),
     plain_name=PLAIN,
     implementation=config.implementation,
     shared=frozenset({"mask", "offset"}),
@@ -144,7 +145,7 @@ def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable:
     operands={"y": _X, "dy": _X},
     results={"dx": _X} | ({"dot": _ROWS} if with_dot else {}),
     natives=functools.partial(_natives, native, "y"),
-    plain=functools.partial(_asked_for, functools.partial(_plain_backward, **options)),
+    plain=functools.partial(_asked_for, functools.partial(plain.backward, **options)),
     plain_name=PLAIN,
     implementation=config.implementation,
   ).function()
@@ -166,43 +167,3 @@ def _natives(native: Callable, first: str, operands: dict[str, Any]) -> dict[str
 def _asked_for(fun: Callable, **operands: Any) -> tuple[Any, ...]:
   """The results that are not None."""
   return tuple(x for x in fun(**operands) if x is not None)
-
-
-# --- The same in plain JAX, in float32 at least ---
-
-
-def _plain_forward(x, mask=None, offset=None, *, scale: float, lo: int, hi: int):
-  dtype = np.promote_types(x.dtype, np.float32)
-  logits = x.astype(dtype) * scale
-  in_band = _in_band(x.shape, lo, hi)
-  if mask is not None and mask.dtype != bool:
-    logits = logits + mask.astype(dtype)
-  visible = in_band & mask if mask is not None and mask.dtype == bool else in_band
-  logits = jnp.where(visible, logits, -jnp.inf)
-  extra = jnp.array(-jnp.inf, dtype) if offset is None else offset.astype(dtype)[:, :, None, None]
-  largest = jnp.maximum(logits.max(axis=-1, keepdims=True, initial=-jnp.inf), extra)
-  largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-  weights = jnp.exp(logits - largest)
-  extra_weight = jnp.exp(extra - largest)
-  total = weights.sum(axis=-1, keepdims=True) + extra_weight
-  inverse = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))
-  y = jnp.where(in_band, weights * inverse, 0.0).astype(x.dtype)
-  offset_probability = (extra_weight * inverse)[..., 0].astype(np.float32)
-  return y, None if offset is None else offset_probability
-
-
-def _plain_backward(y, dy, *, scale: float, lo: int, hi: int, with_dot: bool = False):
-  dtype = np.promote_types(y.dtype, np.float32)
-  wide_y = y.astype(dtype)
-  wide_dy = jnp.where(_in_band(y.shape, lo, hi), dy.astype(dtype), 0.0)
-  dot = jnp.sum(wide_y * wide_dy, axis=-1)
-  dx = scale * wide_y * (wide_dy - dot[..., None])
-  return dx.astype(y.dtype), dot.astype(np.float32) if with_dot else None
-
-
-def _in_band(shape: tuple[int, ...], lo: int, hi: int):
-  """bool `[1, 1, q_len, k_len]` for a shape of four dimensions."""
-  shape = (1, 1, *shape[-2:])
-  row = jax.lax.broadcasted_iota(np.int32, shape, 2)
-  column = jax.lax.broadcasted_iota(np.int32, shape, 3)
-  return (column - row >= lo) & (column - row <= hi)
