@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,7 @@ from jax_magi._src.native.backends import (
   check_implementation,
   log_fallback,
 )
+from jax_magi._src.transforms.operation import Native, Operands, Results, Split
 
 # The name of the path in plain JAX.
 PLAIN = "blockwise"
@@ -57,12 +59,12 @@ class KernelCall:
 
   config: AttentionConfig
   known: bytes | None
-  kernel: Callable
+  kernel: Callable[..., Results]
   wants: tuple[str, ...] = ()
   is_backward: bool = False
 
 
-def natives(call: KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
+def natives(call: KernelCall, operands: Operands) -> dict[str, Native]:
   """The platforms whose kernels take the operands."""
   config = call.config
   is_in_order = config.deterministic and "bias" in call.wants
@@ -84,7 +86,7 @@ def natives(call: KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
   }
 
 
-def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: dict[str, Any]):
+def _on_backend(call: KernelCall, backend: Backend, split: Split, operands: Operands) -> Results:
   """A backend's kernel. The tile list is one for all, made before batch and heads are split."""
   slices, tile_list, options = MaskOperand(operands["slices"], call.known).tiles(
     backend,
@@ -96,7 +98,7 @@ def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: d
   )
   group = _group(operands)
 
-  def kernel(tile_list, **parts):
+  def kernel(tile_list: jax.Array, **parts: Any) -> Results:
     if _group(parts) != group:
       # A device with part of a group's heads may want other tiles than those of the list.
       return call.kernel(**parts, tile_list=jnp.zeros(0, np.int32), backend=backend)
@@ -105,6 +107,7 @@ def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: d
   return split(kernel, operands | {"slices": slices, "tile_list": tile_list})
 
 
-def _group(operands: dict[str, Any]) -> int:
+def _group(operands: Operands) -> int:
   """Query heads that share a kv head."""
-  return operands["q"].shape[2] // operands["k"].shape[2]
+  q, k = operands["q"], operands["k"]
+  return int(q.shape[2] // k.shape[2])

@@ -25,7 +25,7 @@ from jax_magi._src.attention.kernel_call import (
 from jax_magi._src.attention.mask_operand import MaskOperand
 from jax_magi._src.native import attention as native
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
-from jax_magi._src.transforms.operation import Operation
+from jax_magi._src.transforms.operation import Operands, Operation, Results
 from jax_magi._src.transforms.varying import vary_like, vary_together
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
@@ -34,7 +34,17 @@ CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 _RUNNING = ("running_out", "running_lse", "running_max_logits")
 
 
-def attention(config: AttentionConfig, q, k, v, slices, sink, *, bias=None, alibi_slopes=None):
+def attention(
+  config: AttentionConfig,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: Any,
+  sink: jax.Array,
+  *,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`forward` with gradients, for operands as callers have them: any scale, mesh axes of any type.
 
   Slices may be numpy. Gradients are those of out and lse, for all operands but slices.
@@ -50,28 +60,42 @@ def attention(config: AttentionConfig, q, k, v, slices, sink, *, bias=None, alib
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(config: AttentionConfig, q, k, v, mask: MaskOperand, sink, terms):
+def _attention(
+  config: AttentionConfig,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: MaskOperand,
+  sink: jax.Array,
+  terms: Operands,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`terms` are the optional operands that there are, by name."""
   return _forward_on_mesh(config, None, q, k, v, mask, sink, terms)
 
 
-def _forward_on_mesh(config, out_dtype, *operands):
+def _forward_on_mesh(
+  config: AttentionConfig, out_dtype: Any, *operands: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`forward` for operands that may lie on Explicit axes."""
 
-  def fun(q, k, v, mask, sink, terms):
+  def fun(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskOperand, sink: jax.Array, terms: Operands
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     return forward(config, q, k, v, mask, sink, **terms, out_dtype=out_dtype)
 
-  def out_specs():
+  def out_specs() -> tuple[P, ...]:
     batch, _, heads, _ = spec_of(*operands[:3])
     return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
 
   return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
-def _attention_fwd(config, *operands):
+def _attention_fwd(
+  config: AttentionConfig, *operands: Any
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
   terms = operands[-1]
   # As the keys of a dict, which are no data: whose gradient costs nothing unless it is asked for.
-  wanted: dict[str, tuple] = {name: () for name, x in terms.items() if x.perturbed}
+  wanted: dict[str, tuple[()]] = {name: () for name, x in terms.items() if x.perturbed}
   q, k, v, mask, sink, terms = jax.tree.map(lambda x: x.value, operands)
   # In the gradient of slopes, an error of delta counts as often as there are tokens between a query
   # and the keys that matter to it: delta is then made of an `out` that is not rounded.
@@ -84,19 +108,32 @@ def _attention_fwd(config, *operands):
   return (out.astype(q.dtype), lse, max_logits), residuals
 
 
-def _attention_bwd(config, residuals, cotangents):
+def _attention_bwd(
+  config: AttentionConfig, residuals: tuple[Any, ...], cotangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
   q, k, v, mask, sink, terms, wanted, out, lse = residuals
   dout, dlse, _ = map(_instantiated, cotangents, (out, lse, lse))
   mask = mask.for_backward()
   wants = tuple(name for name in TERMS if name in wanted)
 
-  def fun(q, k, v, mask, sink, terms, out, lse, dout, dlse):
+  def fun(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: MaskOperand,
+    sink: jax.Array,
+    terms: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+  ) -> Results:
     row_delta = delta(out, lse, dout, dlse)
     dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
     gradients = backward(config, q, k, v, dout, lse, row_delta, mask, **terms, wants=wants)
     return (dsink, *gradients)
 
-  def out_specs():
+  def out_specs() -> tuple[P, ...]:
     return tuple(map(spec_of, (sink, q, k, v, *(terms[name] for name in wants))))
 
   operands = (q, k, v, mask, sink, terms, out, lse, dout, dlse)
@@ -108,7 +145,7 @@ def _attention_bwd(config, residuals, cotangents):
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
-def _instantiated(cotangent, like):
+def _instantiated(cotangent: Any, like: jax.Array) -> Any:
   """A gradient that is zero as an array, if JAX only says that it is."""
   if not isinstance(cotangent, SymbolicZero):
     return cotangent
@@ -117,17 +154,17 @@ def _instantiated(cotangent, like):
 
 def forward(
   config: AttentionConfig,
-  q,
-  k,
-  v,
-  slices,
-  sink,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: MaskOperand | jax.Array,
+  sink: jax.Array,
   *,
-  bias=None,
-  alibi_slopes=None,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
   out_dtype: Any = None,
   running: tuple[Any, Any, Any] | None = None,
-):
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention over a batch.
 
   Args:
@@ -160,10 +197,11 @@ def forward(
     terms = dict(zip(_RUNNING, running, strict=True))
   mask = MaskOperand.of(slices)
   operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink}
-  return _forward(config, mask.known, dtype)(operands | terms)
+  out, lse, max_logits = _forward(config, mask.known, dtype)(operands | terms)
+  return out, lse, max_logits
 
 
-def delta(out, lse, dout, dlse):
+def delta(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
   """What `backward` has to know of the results: float32 `[batch, q_len, num_q_heads]`.
 
   With P = softmax(S), dS = P * (dP - rowsum(dout * out)); the gradient of lse adds P * dlse.
@@ -178,20 +216,20 @@ def delta(out, lse, dout, dlse):
 
 def backward(
   config: AttentionConfig,
-  q,
-  k,
-  v,
-  dout,
-  lse,
-  delta,
-  slices,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  dout: jax.Array,
+  lse: jax.Array,
+  delta: jax.Array,
+  slices: MaskOperand | jax.Array,
   *,
-  bias=None,
-  alibi_slopes=None,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
   wants: tuple[str, ...] = (),
   grad_dtype: Any = None,
-  running_dq=None,
-):
+  running_dq: jax.Array | None = None,
+) -> Results:
   """Gradients of `forward`, from statistics that may be those of more keys than these.
 
   Args:
@@ -223,11 +261,11 @@ def backward(
   return _backward(config, mask.known, dtype, wants, running_dq is not None)(operands)
 
 
-def _given(**terms):
+def _given(**terms: jax.Array | None) -> Operands:
   return {name: x for name, x in terms.items() if x is not None}
 
 
-def sink_probability(sink, lse):
+def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
   """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
   sink = sink[:, None, :]
   has_sink = sink != -jnp.inf
@@ -263,7 +301,9 @@ _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: AttentionConfig, known: bytes | None, out_dtype: Any) -> Callable:
+def _forward(
+  config: AttentionConfig, known: bytes | None, out_dtype: Any
+) -> Callable[[Operands], Results]:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
@@ -288,7 +328,7 @@ def _backward(
   grad_dtype: Any,
   wants: tuple[str, ...],
   sums_dq: bool,
-) -> Callable:
+) -> Callable[[Operands], Results]:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,

@@ -63,14 +63,17 @@ def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
   shape = jnp.broadcast_shapes(visible.shape, bias.shape, (1, 1, 1, k_len))
   hidden = np.full((1, 1, 1, 1), -np.inf, bias.dtype)
 
-  def fun(*arrays):
-    return jnp.where(*(jnp.broadcast_to(x, shape) for x in arrays))
+  def fun(is_shown: jax.Array, bias: jax.Array, hidden: jax.Array) -> jax.Array:
+    is_shown, bias, hidden = (jnp.broadcast_to(x, shape) for x in (is_shown, bias, hidden))
+    return jnp.where(is_shown, bias, hidden)
 
   operands = (visible, bias, hidden)
   return with_auto_axes(fun, operands, lambda: merged_spec(visible, bias))(*operands)
 
 
-def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]):
+def _length_slices(
+  sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]
+) -> Any:
   """One slice for each row of the batch, or one for all; None if it would show everything."""
   batch, q_len, k_len = sizes
   given = {name: as_int32(name, x, (batch,)) for name, x in lengths.items() if x is not None}
@@ -90,7 +93,9 @@ def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: 
   return slices
 
 
-def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any):
+def _segment_slices(
+  sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any
+) -> Any:
   """One slice for each document; None if there are no documents."""
   batch, q_len, k_len = sizes
   given = {
@@ -109,7 +114,7 @@ def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_s
   if kv_ids.shape[1] != k_len:
     raise ValueError(f"kv_segment_ids must be given: query and key have {q_len} and {k_len} tokens")
 
-  def documents(ids, kv_ids):
+  def documents(ids: Any, kv_ids: Any) -> Any:
     return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
 
   if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
@@ -190,4 +195,5 @@ def _cover(dense: np.ndarray, shape: tuple[Any, int, int, int]) -> np.ndarray | 
     if row.shape[1] == 1:
       slices[:, 3] = k_len
     rows.append(slices)
-  return stacked(rows)
+  together: np.ndarray = stacked(rows)
+  return together

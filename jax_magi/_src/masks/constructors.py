@@ -84,7 +84,7 @@ def from_ranges(
   return xp.concatenate([q_ranges, k_ranges, bands], axis=1), q_len, k_len
 
 
-def from_dense(dense: Any) -> Parts:
+def from_dense(dense: Any) -> tuple[np.ndarray, int, int]:
   """As few slices as the runs of rows are whose intervals of keys one band fits."""
   value = concrete(dense)
   if value is None:
@@ -208,11 +208,13 @@ def _segment_slices(
   columns = [q_begin, q_end, k_begin, k_end, *band_around(diagonal, band)]
   # A segment without queries or without keys becomes padding.
   absent = (q_begin >= q_end) | (k_begin >= k_end)
-  return xp.where(absent[:, None], 0, xp.stack(columns, axis=1)).astype(np.int32)
+  slices: np.ndarray | jax.Array = xp.where(absent[:, None], 0, xp.stack(columns, axis=1))
+  return slices.astype(np.int32)
 
 
 def _is_top_left(align: str) -> bool:
-  return check_choice("align", align, ("bottom_right", "top_left")) == "top_left"
+  check_choice("align", align, ("bottom_right", "top_left"))
+  return align == "top_left"
 
 
 def _length_or_largest(name: str, length: Any, ranges: np.ndarray | jax.Array) -> int:

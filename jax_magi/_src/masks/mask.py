@@ -59,7 +59,7 @@ class AttentionMask:
   q_len: int
   k_len: int
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     set_field = object.__setattr__  # The class is frozen for its users.
     set_field(self, "q_len", check_length("q_len", self.q_len))
     set_field(self, "k_len", check_length("k_len", self.k_len))
@@ -208,12 +208,12 @@ class AttentionMask:
 
   # --- pytree: slices are the leaf, lengths are static ---
 
-  def tree_flatten_with_keys(self):
+  def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[int, int]]:
     """For JAX."""
     return ((jax.tree_util.GetAttrKey("slices"), self.slices),), (self.q_len, self.k_len)
 
   @classmethod
-  def tree_unflatten(cls, lengths, leaves):
+  def tree_unflatten(cls, lengths: tuple[int, int], leaves: Any) -> Self:
     """For JAX. Leaves may be anything here, so nothing is checked."""
     mask = object.__new__(cls)
     for name, value in zip(("slices", "q_len", "k_len"), (*leaves, *lengths), strict=True):

@@ -39,7 +39,7 @@ class Projection:
   num_heads: int | None = None
   dims: tuple[int, int] | None = None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not isinstance(self.path, str):
       raise ValueError(f"path must be a string, keys joined by '/', got {self.path!r}")
     layout = self.parsed

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def forward(x, mask=None, offset=None, *, scale: float, lo: int, hi: int):
+def forward(
+  x: jax.Array,
+  mask: jax.Array | None = None,
+  offset: jax.Array | None = None,
+  *,
+  scale: float,
+  lo: int,
+  hi: int,
+) -> tuple[jax.Array, jax.Array | None]:
   dtype = np.promote_types(x.dtype, np.float32)
   logits = x.astype(dtype) * scale
   in_band = _in_band(x.shape, lo, hi)
@@ -27,7 +35,9 @@ def forward(x, mask=None, offset=None, *, scale: float, lo: int, hi: int):
   return y, None if offset is None else offset_probability
 
 
-def backward(y, dy, *, scale: float, lo: int, hi: int, with_dot: bool = False):
+def backward(
+  y: jax.Array, dy: jax.Array, *, scale: float, lo: int, hi: int, with_dot: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
   dtype = np.promote_types(y.dtype, np.float32)
   wide_y = y.astype(dtype)
   wide_dy = jnp.where(_in_band(y.shape, lo, hi), dy.astype(dtype), 0.0)
@@ -36,7 +46,7 @@ def backward(y, dy, *, scale: float, lo: int, hi: int, with_dot: bool = False):
   return dx.astype(y.dtype), dot.astype(np.float32) if with_dot else None
 
 
-def _in_band(shape: tuple[int, ...], lo: int, hi: int):
+def _in_band(shape: tuple[int, ...], lo: int, hi: int) -> jax.Array:
   """bool `[1, 1, q_len, k_len]` for a shape of four dimensions."""
   shape = (1, 1, *shape[-2:])
   row = jax.lax.broadcasted_iota(np.int32, shape, 2)

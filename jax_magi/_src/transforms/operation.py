@@ -9,6 +9,7 @@ its operands and results, by name, with their dimensions as letters
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,14 +92,15 @@ class Operation:
     if not natives:
       return self._in_plain_jax(operands)
     default = {"default": self._in_plain_jax} if self.implementation is None else {}
-    return lax.platform_dependent(operands, **natives, **default)
+    results: Results = lax.platform_dependent(operands, **natives, **default)
+    return results
 
   def _usable_natives(self, operands: Operands) -> dict[str, Callable[[Operands], Results]]:
     # How much memory a kernel needs is asked when it is traced, and jax.export may know no numbers.
     if any(jax.export.is_symbolic_dim(size) for x in operands.values() for size in x.shape):
       return {}
     return {
-      platform: lambda operands, native=native: native(self._split, operands)
+      platform: functools.partial(native, self._split)
       for platform, native in self.natives(operands).items()
       if self.implementation in (None, platform)
     }
