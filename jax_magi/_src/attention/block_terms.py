@@ -22,14 +22,14 @@ class Terms:
   """What logits have besides q k^T.
 
   Attributes:
+    num_kv_heads: the number of head groups.
     bias: `[num_q_heads or 1, q_len or 1, k_len]`, or None.
     alibi_slopes: `[num_q_heads]`, or None.
-    num_kv_heads: into so many groups heads are parted.
   """
 
-  bias: Any
-  alibi_slopes: Any
   num_kv_heads: int
+  bias: Any = None
+  alibi_slopes: Any = None
 
   def _grouped(self, num_q_heads: int) -> tuple[int, int]:
     return self.num_kv_heads, num_q_heads // self.num_kv_heads

@@ -30,8 +30,6 @@ def forward(
   v: jax.Array,
   slices: jax.Array,
   sink: jax.Array,
-  bias: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
   running_out: jax.Array | None = None,
   running_lse: jax.Array | None = None,
   running_max_logits: jax.Array | None = None,
@@ -39,6 +37,7 @@ def forward(
   softmax_scale: float,
   softcap: float,
   out_dtype: Any,
+  **terms: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, lse and max_logits, merged with running results if there are."""
   slices = clamped(slices, q.shape[1], k.shape[1])
@@ -49,24 +48,22 @@ def forward(
     v: jax.Array,
     slices: jax.Array,
     sink: jax.Array,
-    bias: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
     max_logits: jax.Array | None = None,
+    **terms: jax.Array,
   ) -> Any:
     q, k, v = _only_shown(slices, [q], [k, v])
-    terms = Terms(bias, alibi_slopes, v.shape[1])
     if out is None or lse is None or max_logits is None:
       # Each row begins with the sink, whose value is 0.
       lse = jnp.broadcast_to(sink[None], q.shape[:2])
       out = vary_like(jnp.zeros((*q.shape[:2], v.shape[2]), np.float32), q)
       max_logits = vary_like(jnp.full(sink.shape, -jnp.inf, np.float32), q)
     running = (out, lse, max_logits)
-    return _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype)
+    of_row = Terms(v.shape[1], **terms)
+    return _forward(q, k, v, slices, running, of_row, softmax_scale, softcap, out_dtype)
 
-  operands: dict[str, Any] = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink}
-  operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
+  operands: dict[str, Any] = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink, **terms}
   operands |= {"out": running_out, "lse": running_lse, "max_logits": running_max_logits}
   out, lse, max_logits = _over_batch(one, operands)
   return out, lse, max_logits
@@ -80,14 +77,13 @@ def backward(
   lse: jax.Array,
   delta: jax.Array,
   slices: jax.Array,
-  bias: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
   running_dq: jax.Array | None = None,
   *,
   softmax_scale: float,
   softcap: float,
   grad_dtype: Any,
   wants: tuple[str, ...] = (),
+  **terms: jax.Array,
 ) -> tuple[jax.Array, ...]:
   """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, as the kernels.
 
@@ -103,17 +99,15 @@ def backward(
     lse: jax.Array,
     delta: jax.Array,
     slices: jax.Array,
-    bias: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
+    **terms: jax.Array,
   ) -> Any:
     q, dout, k, v = _only_shown(slices, [q, dout], [k, v])
-    terms = Terms(bias, alibi_slopes, v.shape[1])
-    return _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, wants)
+    of_row = Terms(v.shape[1], **terms)
+    return _backward(q, k, v, dout, lse, delta, slices, of_row, softmax_scale, softcap, wants)
 
   operands: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
-  operands |= {"slices": slices}
-  operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
-  is_sum = "bias" in wants and bias is not None and bias.shape[0] == 1 and q.shape[0] != 1
+  operands |= {"slices": slices, **terms}
+  is_sum = "bias" in wants and terms["bias"].shape[0] == 1 and q.shape[0] != 1
   results = (_over_batch_summed if is_sum else _over_batch)(one, operands)
   (dq, *gradients), dterms = results[0], dict(results[1])
   if running_dq is not None:
@@ -121,8 +115,8 @@ def backward(
     dq = running_dq.at[:, :, :size].add(jnp.moveaxis(dq, 1, 2).reshape(*running_dq.shape[:2], size))
   else:
     dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
-  if "bias" in wants and bias is not None:
-    dterms["bias"] = dterms["bias"].astype(bias.dtype)
+  if "bias" in wants:
+    dterms["bias"] = dterms["bias"].astype(terms["bias"].dtype)
   return (dq, *(x.astype(grad_dtype) for x in gradients), *(dterms[name] for name in wants))
 
 

@@ -1,10 +1,10 @@
-"""The kernels of backends as the native side of attention's operations."""
+"""What attention's operations take, and the kernels of backends as their native side."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,40 @@ from jax_magi._src.transforms.operation import Native, Operands, Results, Split
 
 # The name of the path in plain JAX.
 PLAIN = "blockwise"
-# Optional operands, in the order of the kernels: what is added to the scaled logits.
-TERMS = ("bias", "alibi_slopes")
+
+# What may be added to the scaled logits, in the order of the kernels, with its dimensions.
+TERMS = {
+  # In q's dtype or float32; a size of 1 is shared by the batch, heads or queries.
+  "bias": "bhqk",
+  # float32; each times (key - query) is added.
+  "alibi_slopes": "bh",
+}
+# Dimensions of all operands, as `Operation` has them. Those after "sink" are optional.
+OPERANDS = {
+  "q": "bqhd",
+  "k": "bkgd",
+  "v": "bkge",
+  "dout": "bqhe",
+  "lse": "bqh",
+  "delta": "bqh",
+  "slices": "bnc",
+  "sink": "bh",
+  **TERMS,
+  "running_out": "bqhe",
+  "running_lse": "bqh",
+  "running_max_logits": "bh",
+  "running_dq": "bhw",
+  # Of a known mask it is planned with the call, and is one for all devices; of others each device
+  # makes its own.
+  "tile_list": "t",
+}
+SHARED = frozenset({"slices", "bias"})
+
+
+def given_terms(terms: Mapping[str, jax.Array | None]) -> Operands:
+  """Those terms that there are."""
+  assert terms.keys() <= TERMS.keys(), terms.keys()
+  return {name: x for name, x in terms.items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True)

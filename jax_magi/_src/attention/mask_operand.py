@@ -76,15 +76,7 @@ class MaskOperand:
     if not is_backward and (grouped := grouped_by_keys(table)) is not table:
       candidates.append(grouped)
     best, plan = native.plan_tiles(
-      backend,
-      operands["q"],
-      operands["k"],
-      operands["v"],
-      candidates,
-      is_backward=is_backward,
-      bias=operands.get("bias"),
-      alibi_slopes=operands.get("alibi_slopes"),
-      **options,
+      backend, operands, candidates, is_backward=is_backward, **options
     )
     slices = self.slices if best is table else jnp.asarray(best)[None]
     return slices, np.frombuffer(plan.tile_list, np.int32), {"tile_stamp": plan.tile_stamp}

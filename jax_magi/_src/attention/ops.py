@@ -16,10 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import blockwise
 from jax_magi._src.attention.kernel_call import (
+  OPERANDS,
   PLAIN,
+  SHARED,
   TERMS,
   AttentionConfig,
   KernelCall,
+  given_terms,
   natives,
 )
 from jax_magi._src.attention.mask_operand import MaskOperand
@@ -41,9 +44,7 @@ def attention(
   v: jax.Array,
   slices: Any,
   sink: jax.Array,
-  *,
-  bias: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
+  **terms: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`forward` with gradients, for operands as callers have them: any scale, mesh axes of any type.
 
@@ -51,9 +52,8 @@ def attention(
   """
   q, config = config.with_positive_scale(q)
   mask = MaskOperand.of_call(slices, q, k, v)
-  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
-  leaves, treedef = jax.tree.flatten((q, k, v, mask, sink, terms))
+  leaves, treedef = jax.tree.flatten((q, k, v, mask, sink, given_terms(terms)))
   operands = jax.tree.unflatten(treedef, vary_together(*leaves))
   out, lse, max_logits = _attention(config, *operands)
   return out, lse, lax.stop_gradient(max_logits)
@@ -160,10 +160,9 @@ def forward(
   slices: MaskOperand | jax.Array,
   sink: jax.Array,
   *,
-  bias: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
   out_dtype: Any = None,
   running: tuple[Any, Any, Any] | None = None,
+  **terms: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention over a batch.
 
@@ -174,9 +173,6 @@ def forward(
     v: `[batch, k_len, num_kv_heads, value_dim]`.
     slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
     sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
-    bias: `[batch or 1, num_q_heads or 1, q_len or 1, k_len]`, added to the scaled logits, in q's
-      dtype or float32; None is none.
-    alibi_slopes: float32 `[batch, num_q_heads]`; each times (key - query) is added, too.
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
     running: the results of calls over other keys, in whose memory this call works where nothing
       else uses it. A tile of queries that sees none of these keys costs nothing. With a float32
@@ -184,20 +180,20 @@ def forward(
       first call uses the sink. With a 16-bit `out`, each query must see keys in one of the calls
       only: it is computed there, with the sink, and left as it is by the others. Terms are not
       supported here.
+    **terms: by their names in `TERMS`; None is none.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
     `[batch, num_q_heads]`.
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
-  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
-  if running is not None:
-    assert not terms, "terms and running results are not taken together"
-    assert running[0].dtype in (np.float32, dtype), running[0].dtype
-    terms = dict(zip(_RUNNING, running, strict=True))
   mask = MaskOperand.of(slices)
-  operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink}
-  out, lse, max_logits = _forward(config, mask.known, dtype)(operands | terms)
+  operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink} | given_terms(terms)
+  if running is not None:
+    assert operands.keys().isdisjoint(TERMS), "terms and running results are not taken together"
+    assert running[0].dtype in (np.float32, dtype), running[0].dtype
+    operands |= dict(zip(_RUNNING, running, strict=True))
+  out, lse, max_logits = _forward(config, mask.known, dtype)(operands)
   return out, lse, max_logits
 
 
@@ -224,11 +220,10 @@ def backward(
   delta: jax.Array,
   slices: MaskOperand | jax.Array,
   *,
-  bias: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
   wants: tuple[str, ...] = (),
   grad_dtype: Any = None,
   running_dq: jax.Array | None = None,
+  **terms: jax.Array | None,
 ) -> Results:
   """Gradients of `forward`, from statistics that may be those of more keys than these.
 
@@ -241,28 +236,24 @@ def backward(
     lse: as `forward` returns it; of all keys, where k and v are a part of them.
     delta: as `delta` returns it, likewise.
     slices: see above.
-    bias: see above.
-    alibi_slopes: see above.
     wants: which of `TERMS` have a gradient, in their order.
     grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
     running_dq: a sum of dq over calls with other keys of the same queries, as `empty_dq_sum` makes
       it and `finished_dq` takes it (dq_sum.py); there are then no terms.
+    **terms: as in `forward`.
 
   Returns:
     dq, dk, dv; and what is wanted, each like its operand. With `running_dq`, that sum with this
     call's dq added, in its memory where nothing else uses it, takes the place of dq.
   """
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
-  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
-  assert not (terms and running_dq is not None), "terms and a running dq are not taken together"
   mask = MaskOperand.of(slices)
   operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
-  operands |= {"slices": mask.slices} | terms | _given(running_dq=running_dq)
+  operands |= {"slices": mask.slices} | given_terms(terms)
+  if running_dq is not None:
+    assert operands.keys().isdisjoint(TERMS), "terms and a running dq are not taken together"
+    operands["running_dq"] = running_dq
   return _backward(config, mask.known, dtype, wants, running_dq is not None)(operands)
-
-
-def _given(**terms: jax.Array | None) -> Operands:
-  return {name: x for name, x in terms.items() if x is not None}
 
 
 def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
@@ -275,26 +266,6 @@ def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 # --- The two operations ---
-
-# Dimensions of operands, as `Operation` has them. Those from "bias" on are optional.
-_OPERANDS = {
-  "q": "bqhd",
-  "k": "bkgd",
-  "v": "bkge",
-  "dout": "bqhe",
-  "lse": "bqh",
-  "delta": "bqh",
-  "slices": "bnc",
-  "sink": "bh",
-  "bias": "bhqk",
-  "alibi_slopes": "bh",
-  "running_out": "bqhe",
-  "running_lse": "bqh",
-  "running_max_logits": "bh",
-  "running_dq": "bhw",
-  "tile_list": "t",
-}
-_SHARED = frozenset({"slices", "bias"})
 
 # Bounded: each known mask adds an entry.
 _cache = functools.lru_cache(maxsize=256)
@@ -311,13 +282,13 @@ def _forward(
   }
   kernel = functools.partial(native.forward, **options, sm_margin=config.sm_margin)
   return Operation(
-    operands=_OPERANDS,
+    operands=OPERANDS,
     results={"out": "bqhe", "lse": "bqh", "max_logits": "bh"},
     natives=functools.partial(natives, KernelCall(config, known, kernel)),
     plain=functools.partial(blockwise.forward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
-    shared=_SHARED,
+    shared=SHARED,
   ).function()
 
 
@@ -346,13 +317,13 @@ def _backward(
   like = {"dq": "running_dq" if sums_dq else "q", "dk": "k", "dv": "v"}
   gradients = {f"d{name}": name for name in wants}
   return Operation(
-    operands=_OPERANDS,
-    results={name: _OPERANDS[operand] for name, operand in (like | gradients).items()},
+    operands=OPERANDS,
+    results={name: OPERANDS[operand] for name, operand in (like | gradients).items()},
     natives=functools.partial(natives, KernelCall(config, known, kernel, wants, is_backward=True)),
     plain=functools.partial(blockwise.backward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
     # A gradient is one for each mapped element, and so is then the operand.
-    shared=_SHARED.difference(wants),
+    shared=SHARED.difference(wants),
     gradients=gradients,
   ).function()

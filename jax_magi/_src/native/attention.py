@@ -32,60 +32,30 @@ _TILE_LIST = "jax_magi_attention_tile_list"
 TARGETS = (_FORWARD, _BACKWARD)
 INSTRUCTION_NAME = "ffi_call"
 
+# Operands that are added to the scaled logits.
+_TERMS = ("bias", "alibi_slopes")
+
 
 def plan_tiles(
-  backend: Backend,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  candidates: list[np.ndarray],
-  *,
-  softcap: float,
-  is_backward: bool,
-  deterministic: bool,
-  bias: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
-  wants: tuple[str, ...] = (),
+  backend: Backend, operands: dict[str, Any], candidates: list[np.ndarray], **options: Any
 ) -> tuple[np.ndarray, Any]:
   """What the kernels derive from a mask that is known when the call is traced.
 
   Args:
     backend: whose kernels are meant.
-    q: the call's operand, and so k and v.
-    k: see above.
-    v: see above.
+    operands: of the call, by name.
     candidates: slices `[num_slices, 6]` that show the same pairs, each in its own way.
-    softcap: as in `forward`.
-    is_backward: which of the two calls it is.
-    deterministic: as in `backward`.
-    bias: the call's operand, or None.
-    alibi_slopes: likewise.
-    wants: as in `backward`.
+    **options: of `_needs`.
 
   Returns:
     The slices that the kernels take the least time for, and what these need. Their `tile_list`
     serves any batch that shares them, and any number of kv heads. It may be empty: then the kernels
     need none.
   """
+  names = operands.keys() & {"q", "k", "v", *_TERMS}
+  arrays = {name: operands[name] for name in names}
   plans = [
-    (
-      slices,
-      _needs(
-        backend,
-        q,
-        k,
-        v,
-        slices[None],
-        softcap=softcap,
-        is_backward=is_backward,
-        deterministic=deterministic,
-        known=slices.tobytes(),
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        wants=wants,
-      ),
-    )
-    for slices in candidates
+    (x, _needs(backend, **arrays, slices=x[None], known=x.tobytes(), **options)) for x in candidates
   ]
   return min(plans, key=lambda plan: plan[1].tile_cost)
 
