@@ -41,6 +41,16 @@ def _projection(**change):
   )
 
 
+def _dot_product(**options):
+  x = _Q[None]
+  return jax_magi.dot_product_attention(x, x, x, **options)
+
+
+def _documents(number, kv_number):
+  ids, kv_ids = (np.full((1, 16), x, np.int32) for x in (number, kv_number))
+  return _dot_product(segment_ids=ids, kv_segment_ids=kv_ids, max_segments=2)
+
+
 def _muon(**options):
   projections = optim.QkProjections(_projection(), _projection(path="k"))
   return optim.muon_clip(0.1, projections, **{"matrices": {}} | options)
@@ -103,6 +113,23 @@ def _muon(**options):
     (lambda: _projection(num_heads=0), "num_heads of q must be a positive integer, got 0"),
     (lambda: _projection(num_heads=-2), "num_heads of q must be a positive integer, got -2"),
     (lambda: _projection(num_heads=2.0), "num_heads of q must be a positive integer, got 2.0"),
+    (
+      lambda: AttentionMask.from_cu_seqlens([0, 4, 20], q_len=10),
+      "cu_seqlens_q must end at q_len = 10 or before, got 20",
+    ),
+    (
+      lambda: AttentionMask.from_cu_seqlens([0, 9], [0, 20], q_len=10, k_len=10),
+      "cu_seqlens_k must end at k_len = 10 or before, got 20",
+    ),
+    (lambda: _documents(3, 1), "segment_ids must lie in 0 .. max_segments = 2, got 3 .. 3"),
+    (lambda: _documents(1, -1), "kv_segment_ids must lie in 0 .. max_segments = 2, got -1 .. -1"),
+    (lambda: _dot_product(mask=[[_MASK]]), "mask must be one AttentionMask, or a list of 1"),
+    (lambda: optim.qk_clip_gamma(None, 1.0), "max_logits must be an array, got NoneType"),
+    (lambda: _projection(path=""), "path must be a string, keys joined by '/', got ''"),
+    (lambda: optim.QkProjections("q", "k"), "q must be a Projection, or some of them, got 'q'"),
+    (lambda: optim.QkProjections([], _projection()), "q must be a Projection, or some of them"),
+    (lambda: optim.MlaProjections(*[_projection()] * 2, 3), "k_nope must be a Projection"),
+    (lambda: _muon(matrices={3: "embed -> mlp"}), "paths of matrices must be strings"),
   ],
 )
 def test_errors_name_the_argument(call, match):

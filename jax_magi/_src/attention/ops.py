@@ -229,13 +229,13 @@ def backward(
 
   Args:
     config: see `AttentionConfig`.
-    q: as in `forward`, and so k, v and slices.
-    k: see above.
-    v: see above.
-    dout: gradient of out, in q's dtype.
-    lse: as `forward` returns it; of all keys, where k and v are a part of them.
-    delta: as `delta` returns it, likewise.
-    slices: see above.
+    q: `[batch, q_len, num_q_heads, head_dim]`.
+    k: `[batch, k_len, num_kv_heads, head_dim]`.
+    v: `[batch, k_len, num_kv_heads, value_dim]`.
+    dout: `[batch, q_len, num_q_heads, value_dim]`, the gradient of out, in q's dtype.
+    lse: float32 `[batch, q_len, num_q_heads]`; of all keys, where k and v are a part of them.
+    delta: float32 `[batch, q_len, num_q_heads]`, as `delta` returns it, likewise.
+    slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
     wants: which of `TERMS` have a gradient, in their order.
     grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
     running_dq: a sum of dq over calls with other keys of the same queries, as `empty_dq_sum` makes

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_magi._src.arguments import as_int32, concrete
 from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
+from jax_magi._src.masks import constructors
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
@@ -114,8 +115,11 @@ def _segment_slices(
   if kv_ids.shape[1] != k_len:
     raise ValueError(f"kv_segment_ids must be given: query and key have {q_len} and {k_len} tokens")
 
+  names = "segment_ids", "segment_ids" if kv_ids is ids else "kv_segment_ids"
+
   def documents(ids: Any, kv_ids: Any) -> Any:
-    return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
+    slices, _, _ = constructors.from_segment_ids(ids, max_segments, kv_ids=kv_ids, names=names)
+    return slices
 
   if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
     slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
@@ -154,6 +158,9 @@ def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]
     if len(mask) != batch:
       raise ValueError(f"mask must be one AttentionMask, or {batch} of them, got {len(mask)}")
     return stacked([slices_of_batch(one, 1, q_len, k_len)[0] for one in mask]), None
+  leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, AttentionMask))
+  if any(isinstance(x, AttentionMask) for x in leaves):
+    raise ValueError(f"mask must be one AttentionMask, or a list of {batch}, got {mask!r}")
   if not hasattr(mask, "shape") and not isinstance(mask, (list, tuple)):
     raise ValueError(f"mask must be a boolean array or an AttentionMask, got {type(mask).__name__}")
   known = concrete(mask)

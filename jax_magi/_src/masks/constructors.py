@@ -117,6 +117,13 @@ def from_cu_seqlens(
     if isinstance(cu, np.ndarray) and (np.diff(cu) < 0).any():
       i = int(np.argmax(np.diff(cu) < 0))
       raise ValueError(f"{name} must not decrease, got {cu[i]} and {cu[i + 1]} at {i} and {i + 1}")
+  for name, cu, length_name, length in (
+    ("cu_seqlens_q", cu_q, "q_len", q_len),
+    ("cu_seqlens_k", cu_k, "k_len", k_len),
+  ):
+    if length is not None and isinstance(cu, np.ndarray):
+      if cu[-1] > check_length(length_name, length):
+        raise ValueError(f"{name} must end at {length_name} = {length} or before, got {cu[-1]}")
   q_ranges, k_ranges = (
     (np if isinstance(cu, np.ndarray) else jnp).stack([cu[:-1], cu[1:]], axis=1)
     for cu in (cu_q, cu_k)
@@ -132,21 +139,31 @@ def from_cu_seqlens(
 
 
 def from_segment_ids(
-  ids: Any, max_segments: Any, *, kv_ids: Any, causal: Any, window: Any, align: str
+  ids: Any,
+  max_segments: Any,
+  *,
+  kv_ids: Any = None,
+  causal: Any = False,
+  window: Any = None,
+  align: str = "bottom_right",
+  names: tuple[str, str] = ("ids", "kv_ids"),
 ) -> Parts:
-  """One slice per segment, zeros for those that are absent."""
+  """One slice per segment, zeros for those that are absent; `names` are those of both ids."""
   max_segments = check_length("max_segments", max_segments)
-  ids = as_int32("ids", ids, ("q_len",))
-  key_ids = ids if kv_ids is None else as_int32("kv_ids", kv_ids, ("k_len",))
-  check_no_symbols("ids", ids.shape)
-  check_no_symbols("kv_ids", key_ids.shape)
+  ids = as_int32(names[0], ids, ("q_len",))
+  key_ids = ids if kv_ids is None else as_int32(names[1], kv_ids, ("k_len",))
+  for name, x in zip(names, (ids, key_ids), strict=True):
+    check_no_symbols(name, x.shape)
   if isinstance(window, (int, np.integer)):
     raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
   band = window_band("window", window, is_causal=check_flag("causal", causal))
   is_top_left = _is_top_left(align)
 
   def slices(ids: Any, key_ids: Any) -> np.ndarray | jax.Array:
-    return _segment_slices(ids, key_ids, max_segments, band, is_top_left)
+    queries, keys = (
+      segment_bounds(name, x, max_segments) for name, x in zip(names, (ids, key_ids), strict=True)
+    )
+    return _segment_slices(queries, keys, band, is_top_left)
 
   if not (isinstance(ids, np.ndarray) and isinstance(key_ids, np.ndarray)):
     slices = with_auto_axes(slices, (ids, key_ids), P)
@@ -198,11 +215,10 @@ def shared_question(question_len: Any, answer_lens: Any) -> Parts:
 
 
 def _segment_slices(
-  ids: Any, key_ids: Any, max_segments: int, band: tuple[Edge, Edge], is_top_left: bool
+  queries: tuple[Any, Any], keys: tuple[Any, Any], band: tuple[Edge, Edge], is_top_left: bool
 ) -> np.ndarray | jax.Array:
-  """One slice a segment; the band is given as offsets from a query's own key."""
-  q_begin, q_end = segment_bounds("ids", ids, max_segments)
-  k_begin, k_end = segment_bounds("kv_ids", key_ids, max_segments)
+  """One slice a segment, from begins and ends; the band holds offsets from a query's own key."""
+  (q_begin, q_end), (k_begin, k_end) = queries, keys
   xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
   diagonal = k_begin - q_begin if is_top_left else k_end - q_end
   columns = [q_begin, q_end, k_begin, k_end, *band_around(diagonal, band)]

@@ -38,6 +38,8 @@ def qk_clip_gamma(max_logits: Any, threshold: Any = 100.0) -> jax.Array:
     gamma is NaN.
   """
   check_threshold(threshold)
+  if max_logits is None or isinstance(max_logits, (str, Mapping)):
+    raise ValueError(f"max_logits must be an array, got {type(max_logits).__name__}")
   x = jnp.asarray(max_logits)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(f"max_logits must hold floating point numbers, got {x.dtype}")

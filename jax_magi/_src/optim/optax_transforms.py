@@ -267,6 +267,9 @@ def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict
     raise ValueError(
       f"matrices must be a dictionary of layouts by path, got {type(matrices).__name__}"
     )
+  for path in matrices:
+    if not isinstance(path, str) or not path:
+      raise ValueError(f"paths of matrices must be strings, keys joined by '/', got {path!r}")
   layouts = {path: parse_layout(text) for path, text in matrices.items()}
   for path, layout in layouts.items():
     if layout.muon_axes() is None:

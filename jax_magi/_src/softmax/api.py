@@ -146,12 +146,12 @@ def explain_softmax(
 
   Args:
     x: `[..., heads, q_len, k_len]`, or `[q_len, k_len]`.
-    mask: as in `fused_scale_mask_softmax`, and so all others.
-    is_causal: see there.
-    window: see there.
-    offset: see there.
-    softmax_in_fp32: see there.
-    implementation: see there.
+    mask: boolean or floats, x's shape with any dimension 1.
+    is_causal: as in `fused_scale_mask_softmax`.
+    window: as in `fused_scale_mask_softmax`.
+    offset: `[heads]`, one for all, or "off-by-one".
+    softmax_in_fp32: as in `fused_scale_mask_softmax`.
+    implementation: as in `fused_scale_mask_softmax`.
   """
 
   def explained(x: Any, mask: Any, offset: Any) -> Explanation:
