@@ -124,6 +124,26 @@ def _muon(**options):
     (lambda: _documents(3, 1), "segment_ids must lie in 0 .. max_segments = 2, got 3 .. 3"),
     (lambda: _documents(1, -1), "kv_segment_ids must lie in 0 .. max_segments = 2, got -1 .. -1"),
     (lambda: _dot_product(mask=[[_MASK]]), "mask must be one AttentionMask, or a list of 1"),
+    (lambda: _SHORT_KEY.predict("x"), "links must be Links or None, got 'x'"),
+    (lambda: jax_magi.Links("fast"), "near must be a number, got 'fast'"),
+    (lambda: jax_magi.Links(far=0.0), "far must be positive, got 0.0"),
+    (lambda: jax_magi.Links(latency=float("nan")), "latency must be finite"),
+    (lambda: jax_magi.Links(stage_seconds=(1e-3, -1.0)), "stage_seconds must not be negative"),
+    (lambda: jax_magi.Links(stage_seconds=1e-3), "stage_seconds must be .forward, backward."),
+    (lambda: jax_magi.Capacities(1, 3, 2, (), 1), "rows must be a tuple"),
+    (lambda: jax_magi.Capacities(1, (1,), 2, 3, 1), "hops must be collectives"),
+    *(
+      (
+        lambda x=x, value=value: jax_magi.dispatch(x, _SHORT_KEY, pad_value=value),
+        f"pad_value must be one {x.dtype}",
+      )
+      for x, value in (
+        (np.zeros(15, np.int32), float("nan")),
+        (np.zeros(15, np.int8), 300),
+        (np.zeros(15, bool), 2),
+        (np.zeros(15, np.float32), "no"),
+      )
+    ),
     (lambda: optim.qk_clip_gamma(None, 1.0), "max_logits must be an array, got NoneType"),
     (lambda: _projection(path=""), "path must be a string, keys joined by '/', got ''"),
     (lambda: optim.QkProjections("q", "k"), "q must be a Projection, or some of them, got 'q'"),

@@ -133,8 +133,8 @@ def context_parallel_attention(
 
   Args:
     q: `[cp_size * local, num_q_heads, head_dim]` as `dispatch` returns it, or with a leading batch.
-    k: likewise, with kv heads.
-    v: likewise.
+    k: `[cp_size * local, num_kv_heads, head_dim]`, or with a leading batch.
+    v: `[cp_size * local, num_kv_heads, value_dim]`, or with a leading batch.
     key: one for the whole batch, or a stack (`stack_keys`) with one for each row.
     mesh: has the axes named below; None is the current one.
     axis_name: the axis over which the sequence is split.

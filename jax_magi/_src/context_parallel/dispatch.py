@@ -177,10 +177,14 @@ def _of_key_data(fun: Callable, x: Any, key: DistAttnKey, role: str) -> Any:
 
 def _check_pad_value(value: Any, dtype: Any) -> Any:
   """A value that rows of this dtype can hold: `xp.pad` would truncate 0.5 to an integer."""
-  if isinstance(value, jax.core.Tracer) or not jnp.issubdtype(dtype, jnp.integer):
+  if isinstance(value, jax.core.Tracer):
     return value
-  if np.ndim(value) != 0 or int(value) != value:
-    raise ValueError(f"pad_value must be one {dtype}, as x is, got {value!r}")
+  found = np.asarray(value)
+  is_number = found.dtype == bool or jnp.issubdtype(found.dtype, jnp.number)
+  is_exact = not jnp.issubdtype(dtype, jnp.inexact)
+  with np.errstate(invalid="ignore"):
+    if found.ndim != 0 or not is_number or (is_exact and found.astype(dtype) != found):
+      raise ValueError(f"pad_value must be one {dtype}, as x is, got {value!r}")
   return value
 
 

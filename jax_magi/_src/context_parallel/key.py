@@ -12,7 +12,7 @@ from jax_magi._src.arguments import concrete
 from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check_room, rounded
 from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import Ranks
-from jax_magi._src.context_parallel.links import Links
+from jax_magi._src.context_parallel.links import Links, check_links
 from jax_magi._src.context_parallel.plan import Plan, to_table
 from jax_magi._src.context_parallel.plot import plot_plan
 from jax_magi._src.context_parallel.predict import Prediction, predict, stage_seconds
@@ -85,7 +85,7 @@ class DistAttnKey:
       links: speeds; None is those of H200 nodes.
       keep_remote_kv: as in `calc_attn`.
     """
-    links = links or Links()
+    links = check_links(links)
     spec = self.spec
     areas = self.areas(is_forward=True), self.areas()
     is_merged = bool(spec.overlap_degree) and self.whole_slices is None
