@@ -176,8 +176,12 @@ def context_parallel_attention(
     raise ValueError(f"key is a stack of keys, but q has no batch: {list(q.shape)}")
   batch = (batch_axis,) if has_batch else ()
 
-  def step(q, k, v, key, sink):
-    def attend(q, k, v, key):
+  def step(
+    q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey, sink: Any
+  ) -> tuple[jax.Array, AttnForwardMeta]:
+    def attend(
+      q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey
+    ) -> tuple[jax.Array, AttnForwardMeta]:
       return calc_attn(
         q,
         k,
@@ -206,7 +210,16 @@ def context_parallel_attention(
   return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, meta))(*operands)
 
 
-def _check_whole_arrays(q, k, v, key, mesh, axis_name, batch_axis, head_axis) -> None:
+def _check_whole_arrays(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  key: DistAttnKey,
+  mesh: Any,
+  axis_name: str,
+  batch_axis: Any,
+  head_axis: Any,
+) -> None:
   """What `shard_map` would refuse in its own words, and a batch without rows."""
   spec = key.spec
   if mesh.shape[axis_name] != spec.cp_size:
@@ -215,7 +228,7 @@ def _check_whole_arrays(q, k, v, key, mesh, axis_name, batch_axis, head_axis) ->
       f"{mesh.shape[axis_name]}"
     )
 
-  def parts(axes):
+  def parts(axes: Any) -> int:
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return math.prod(mesh.shape[name] for name in names)
 

@@ -43,7 +43,7 @@ class Capacities:
   whole_rows: tuple[int, ...] | None = None
   orders: tuple[Order | None, Order | None] = (None, None)
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for name in ("slices", "runs", "overlap_degree"):
       check_length(name, getattr(self, name))
     for name, rows in (("rows", self.rows), ("whole_rows", self.whole_rows or ())):

@@ -182,7 +182,9 @@ def key_for_new_mask(
   return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, check_links(links))
 
 
-def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
+def _as_mask(
+  q_ranges: Any, k_ranges: Any, attn_type_map: Any, q_len: Any, k_len: Any
+) -> AttentionMask:
   """A concrete mask."""
   if isinstance(q_ranges, AttentionMask):
     if k_ranges is not None or attn_type_map is not None:
@@ -258,7 +260,14 @@ def check_ranks(cp_size: int, per_node: Any) -> Ranks:
   return Ranks(cp_size, per_node)
 
 
-def _dispatches(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> list[Dispatch]:
+def _dispatches(
+  mask: AttentionMask,
+  ranks: Ranks,
+  chunk_size: Any,
+  dispatch: Any,
+  keys: Dispatch | None,
+  links: Links,
+) -> list[Dispatch]:
   """Queries over ranks, in ways to choose from; and keys too, if `keys` is None."""
   length, cp_size = mask.q_len, ranks.count
   if not isinstance(dispatch, str):
@@ -269,7 +278,8 @@ def _dispatches(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> list[D
   check_choice("dispatch", dispatch, ("area", "zigzag", "contiguous"))
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
-    slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
+    slices = np.asarray(mask.slices)
+    slices = slices[area_of(slices) > 0].astype(np.int64)
     ways = assign_by_area(slices, length, size, cp_size, keys, links, ranks.per_node)
     return [Dispatch(length, size, cp_size, way) for way in ways]
   blocks = 2 if dispatch == "zigzag" else 1
@@ -311,7 +321,13 @@ def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dis
 
 
 def _plan_key(
-  mask, sides, overlap_degree, capacities, transport, ranks: Ranks, links
+  mask: AttentionMask,
+  sides: list[tuple[Dispatch, Dispatch]],
+  overlap_degree: Any,
+  capacities: Any,
+  transport: Any,
+  ranks: Ranks,
+  links: Links,
 ) -> DistAttnKey:
   """The key of the plan that is predicted to finish first, of several dispatches and degrees."""
   check_choice("transport", transport, ("auto", *TRANSPORTS))
