@@ -6,21 +6,23 @@ Nothing in the package imports this; tests do. In float64 it is the truth, in a
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
 def attention(
-  q,
-  k,
-  v,
-  dense_mask,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  dense_mask: Any,
   *,
-  softmax_scale=None,
-  softcap=0.0,
-  sink=None,
-  bias=None,
-  alibi_slopes=None,
+  softmax_scale: float | None = None,
+  softcap: float = 0.0,
+  sink: Any = None,
+  bias: Any = None,
+  alibi_slopes: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention that computes in q's dtype throughout.
 
@@ -65,7 +67,9 @@ def attention(
   return out, lse.T, jax.lax.stop_gradient(max_logits)
 
 
-def softmax(x, *, scale=1.0, mask=None, bias=None, offset=None) -> jax.Array:
+def softmax(
+  x: jax.Array, *, scale: float = 1.0, mask: Any = None, bias: Any = None, offset: Any = None
+) -> jax.Array:
   """Scale, mask, softmax: all in x's dtype.
 
   Args:
@@ -91,7 +95,7 @@ def softmax(x, *, scale=1.0, mask=None, bias=None, offset=None) -> jax.Array:
   return _masked_softmax(logits, mask)[0][..., : x.shape[-1]]
 
 
-def _masked_softmax(logits, mask) -> tuple[jax.Array, jax.Array]:
+def _masked_softmax(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Probabilities and lse over the last axis, of what the mask shows."""
   # Rows that see nothing must not reach a -inf - -inf, whose gradient is NaN.
   largest = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True, initial=-jnp.inf)

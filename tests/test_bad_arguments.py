@@ -41,6 +41,16 @@ def _projection(**change):
   )
 
 
+def _dot_product(**options):
+  x = _Q[None]
+  return jax_magi.dot_product_attention(x, x, x, **options)
+
+
+def _documents(number, kv_number):
+  ids, kv_ids = (np.full((1, 16), x, np.int32) for x in (number, kv_number))
+  return _dot_product(segment_ids=ids, kv_segment_ids=kv_ids, max_segments=2)
+
+
 def _muon(**options):
   projections = optim.QkProjections(_projection(), _projection(path="k"))
   return optim.muon_clip(0.1, projections, **{"matrices": {}} | options)
@@ -103,6 +113,43 @@ def _muon(**options):
     (lambda: _projection(num_heads=0), "num_heads of q must be a positive integer, got 0"),
     (lambda: _projection(num_heads=-2), "num_heads of q must be a positive integer, got -2"),
     (lambda: _projection(num_heads=2.0), "num_heads of q must be a positive integer, got 2.0"),
+    (
+      lambda: AttentionMask.from_cu_seqlens([0, 4, 20], q_len=10),
+      "cu_seqlens_q must end at q_len = 10 or before, got 20",
+    ),
+    (
+      lambda: AttentionMask.from_cu_seqlens([0, 9], [0, 20], q_len=10, k_len=10),
+      "cu_seqlens_k must end at k_len = 10 or before, got 20",
+    ),
+    (lambda: _documents(3, 1), "segment_ids must lie in 0 .. max_segments = 2, got 3 .. 3"),
+    (lambda: _documents(1, -1), "kv_segment_ids must lie in 0 .. max_segments = 2, got -1 .. -1"),
+    (lambda: _dot_product(mask=[[_MASK]]), "mask must be one AttentionMask, or a list of 1"),
+    (lambda: _SHORT_KEY.predict("x"), "links must be Links or None, got 'x'"),
+    (lambda: jax_magi.Links("fast"), "near must be a number, got 'fast'"),
+    (lambda: jax_magi.Links(far=0.0), "far must be positive, got 0.0"),
+    (lambda: jax_magi.Links(latency=float("nan")), "latency must be finite"),
+    (lambda: jax_magi.Links(stage_seconds=(1e-3, -1.0)), "stage_seconds must not be negative"),
+    (lambda: jax_magi.Links(stage_seconds=1e-3), "stage_seconds must be .forward, backward."),
+    (lambda: jax_magi.Capacities(1, 3, 2, (), 1), "rows must be a tuple"),
+    (lambda: jax_magi.Capacities(1, (1,), 2, 3, 1), "hops must be collectives"),
+    *(
+      (
+        lambda x=x, value=value: jax_magi.dispatch(x, _SHORT_KEY, pad_value=value),
+        f"pad_value must be one {x.dtype}",
+      )
+      for x, value in (
+        (np.zeros(15, np.int32), float("nan")),
+        (np.zeros(15, np.int8), 300),
+        (np.zeros(15, bool), 2),
+        (np.zeros(15, np.float32), "no"),
+      )
+    ),
+    (lambda: optim.qk_clip_gamma(None, 1.0), "max_logits must be an array, got NoneType"),
+    (lambda: _projection(path=""), "path must be a string, keys joined by '/', got ''"),
+    (lambda: optim.QkProjections("q", "k"), "q must be a Projection, or some of them, got 'q'"),
+    (lambda: optim.QkProjections([], _projection()), "q must be a Projection, or some of them"),
+    (lambda: optim.MlaProjections(*[_projection()] * 2, 3), "k_nope must be a Projection"),
+    (lambda: _muon(matrices={3: "embed -> mlp"}), "paths of matrices must be strings"),
   ],
 )
 def test_errors_name_the_argument(call, match):

@@ -66,8 +66,10 @@ def test_files_that_are_named_exist(page):
 
 def test_every_hop_of_the_walk_is_there():
   text = (ROOT / "docs" / "design.md").read_text()
-  hops = re.findall(r"^\| (\d+) \| `([\w./]+)`: `(\w+)` \|", text, re.MULTILINE)
+  hops = re.findall(r"^\| (\d+) \| `([\w./]+)`: ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
   assert [int(number) for number, _, _ in hops] == list(range(1, len(hops) + 1))
-  assert 8 <= len(hops) <= 12
-  for _, path, name in hops:
-    assert re.search(rf"(?:def |[ :]){name}\(", (ROOT / path).read_text()), f"{path}: {name}"
+  assert 5 <= len(hops) <= 8
+  for _, path, names in hops:
+    for name in re.findall(r"\w+", names):
+      defined = rf"(?:def |class |[ :]){name}[(:]"
+      assert re.search(defined, (ROOT / path).read_text()), f"{path}: {name}"

@@ -233,9 +233,9 @@ def test_known_documents_and_lengths_stay_known_under_jit(kind):
       fun(q)
     options["segment_ids"] = np.sort(split, axis=-1).reshape(options["segment_ids"].shape)
   seen = []
-  attend = ops.attention
+  attend = ops._attention
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(ops, "attention", lambda config, *x: seen.append(x[3]) or attend(config, *x))
+    patch.setattr(ops, "_attention", lambda config, *x: seen.append(x[3]) or attend(config, *x))
     fun(q)
   assert seen[0].known is not None
 

@@ -65,7 +65,6 @@ def test_only_heads_and_dim_can_be_merged():
     ),
     (QkProjections(q=STACKED.q, k=STACKED.q), np.ones((2, 4)), "q/kernel is named twice"),
     (QkProjections(q=STACKED.k, k=STACKED.q), np.ones((2, 4)), "q's heads must be a multiple"),
-    (QkProjections(q=[], k=STACKED.k), np.ones((2, 4)), "q must be a Projection"),
     (
       MlaProjections(q_nope=STACKED.q, q_rope=STACKED.q, k_nope=STACKED.k),
       np.ones((2, 4)),

@@ -47,18 +47,18 @@ def check_no_symbols(name: str, shape: tuple[Any, ...]) -> None:
 
 def check_length(name: str, length: Any) -> int:
   """A static integer in [0, 2**30)."""
-  length = _check_integer(name, length)
-  if not 0 <= length < MAX_LENGTH:
-    raise ValueError(f"{name} must lie in [0, 2**30), got {length}")
-  return length
+  number = _check_integer(name, length)
+  if not 0 <= number < MAX_LENGTH:
+    raise ValueError(f"{name} must lie in [0, 2**30), got {number}")
+  return number
 
 
 def check_position(name: str, position: Any) -> int:
   """A static integer within +-2**30."""
-  position = _check_integer(name, position)
-  if abs(position) > MAX_LENGTH:
-    raise ValueError(f"{name} must lie within +-2**30, got {position}")
-  return position
+  number = _check_integer(name, position)
+  if abs(number) > MAX_LENGTH:
+    raise ValueError(f"{name} must lie within +-2**30, got {number}")
+  return number
 
 
 def _check_integer(name: str, value: Any) -> int:

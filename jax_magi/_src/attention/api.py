@@ -8,8 +8,7 @@ from typing import Any
 import jax
 
 from jax_magi._src.arguments import check_flag
-from jax_magi._src.attention import checks
-from jax_magi._src.attention.batch import attend
+from jax_magi._src.attention import checks, ops
 from jax_magi._src.masks.mask import AttentionMask
 
 
@@ -90,9 +89,14 @@ def attention(
   sink = checks.sink_logit(sink, q.shape[1])
   bias = checks.check_bias(bias, (q.shape[1], q.shape[0], k.shape[0]), q.dtype)
   slopes = checks.check_alibi_slopes(alibi_slopes, ((q.shape[1],),))
-  results = attend(
+  q, k, v, sink = (x[None] for x in (q, k, v, sink))
+  results = ops.attention(
     config,
-    *(x[None] for x in (q, k, v, mask.slices, sink)),
+    q,
+    k,
+    v,
+    mask.slices[None],
+    sink,
     bias=None if bias is None else bias[None],
     alibi_slopes=None if slopes is None else slopes[None],
   )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,14 +22,14 @@ class Terms:
   """What logits have besides q k^T.
 
   Attributes:
+    num_kv_heads: the number of head groups.
     bias: `[num_q_heads or 1, q_len or 1, k_len]`, or None.
     alibi_slopes: `[num_q_heads]`, or None.
-    num_kv_heads: into so many groups heads are parted.
   """
 
-  bias: Any
-  alibi_slopes: Any
   num_kv_heads: int
+  bias: Any = None
+  alibi_slopes: Any = None
 
   def _grouped(self, num_q_heads: int) -> tuple[int, int]:
     return self.num_kv_heads, num_q_heads // self.num_kv_heads
@@ -66,13 +67,15 @@ class BlockTerms:
     rows = 1 if self.bias.shape[2] == 1 else self.num_rows
     return (*self.bias.shape[:2], rows, self.num_keys)
 
-  def _distances(self, q_begin, k_begin):
+  def _distances(self, q_begin: Any, k_begin: Any) -> jax.Array:
     """key - query of a block, float32 `[1, 1, rows, keys]`."""
     rows, keys = (jnp.arange(n, dtype=np.int32) for n in (self.num_rows, self.num_keys))
-    distances = (k_begin + keys)[None, :] - (q_begin + rows)[:, None]
+    distances: jax.Array = (k_begin + keys)[None, :] - (q_begin + rows)[:, None]
     return distances.astype(np.float32)[None, None]
 
-  def added(self, logits, mask, q_begin, k_begin):
+  def added(
+    self, logits: jax.Array, mask: jax.Array, q_begin: Any, k_begin: Any
+  ) -> tuple[jax.Array, jax.Array]:
     """A block of logits with the terms, and the mask without pairs whose bias is -inf."""
     if self.bias is not None:
       zero = np.int32(0)  # An int would be 64 bits wide with jax_enable_x64.
@@ -83,7 +86,9 @@ class BlockTerms:
       logits = logits + self.slopes * self._distances(q_begin, k_begin)
     return logits, mask
 
-  def gradients(self, ds, q_begin, k_begin, wants: tuple[str, ...]) -> dict[str, Any]:
+  def gradients(
+    self, ds: jax.Array, q_begin: Any, k_begin: Any, wants: tuple[str, ...]
+  ) -> dict[str, Any]:
     """What a block adds to the gradients that are wanted; `ds` is that of its logits."""
     blocks = {}
     if "bias" in wants:
@@ -94,7 +99,7 @@ class BlockTerms:
       blocks["alibi_slopes"] = (ds * self._distances(q_begin, k_begin)).sum(axis=(2, 3))
     return blocks
 
-  def no_gradients(self, wants: tuple[str, ...], like) -> dict[str, Any]:
+  def no_gradients(self, wants: tuple[str, ...], like: jax.Array) -> dict[str, Any]:
     """The same of a block that shows nothing. `like` tells the mesh axes over which it varies."""
     shapes = {}
     if "bias" in wants:

@@ -8,6 +8,7 @@ nothing. NaN in a token that is shown to some reaches others of its block, throu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,72 +25,89 @@ _BLOCK = 512
 
 
 def forward(
-  q,
-  k,
-  v,
-  slices,
-  sink,
-  bias=None,
-  alibi_slopes=None,
-  running_out=None,
-  running_lse=None,
-  running_max_logits=None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: jax.Array,
+  sink: jax.Array,
+  running_out: jax.Array | None = None,
+  running_lse: jax.Array | None = None,
+  running_max_logits: jax.Array | None = None,
   *,
   softmax_scale: float,
   softcap: float,
   out_dtype: Any,
-):
+  **terms: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, lse and max_logits, merged with running results if there are."""
   slices = clamped(slices, q.shape[1], k.shape[1])
 
-  def one(q, k, v, slices, sink, bias=None, alibi_slopes=None, out=None, lse=None, max_logits=None):
+  def one(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slices: jax.Array,
+    sink: jax.Array,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
+    max_logits: jax.Array | None = None,
+    **terms: jax.Array,
+  ) -> Any:
     q, k, v = _only_shown(slices, [q], [k, v])
-    terms = Terms(bias, alibi_slopes, v.shape[1])
-    if out is None:
+    if out is None or lse is None or max_logits is None:
       # Each row begins with the sink, whose value is 0.
       lse = jnp.broadcast_to(sink[None], q.shape[:2])
       out = vary_like(jnp.zeros((*q.shape[:2], v.shape[2]), np.float32), q)
       max_logits = vary_like(jnp.full(sink.shape, -jnp.inf, np.float32), q)
     running = (out, lse, max_logits)
-    return _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype)
+    of_row = Terms(v.shape[1], **terms)
+    return _forward(q, k, v, slices, running, of_row, softmax_scale, softcap, out_dtype)
 
-  operands = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink}
-  operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
+  operands: dict[str, Any] = {"q": q, "k": k, "v": v, "slices": slices, "sink": sink, **terms}
   operands |= {"out": running_out, "lse": running_lse, "max_logits": running_max_logits}
-  return _over_batch(one, operands)
+  out, lse, max_logits = _over_batch(one, operands)
+  return out, lse, max_logits
 
 
 def backward(
-  q,
-  k,
-  v,
-  dout,
-  lse,
-  delta,
-  slices,
-  bias=None,
-  alibi_slopes=None,
-  running_dq=None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  dout: jax.Array,
+  lse: jax.Array,
+  delta: jax.Array,
+  slices: jax.Array,
+  running_dq: jax.Array | None = None,
   *,
   softmax_scale: float,
   softcap: float,
   grad_dtype: Any,
   wants: tuple[str, ...] = (),
-):
+  **terms: jax.Array,
+) -> tuple[jax.Array, ...]:
   """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, as the kernels.
 
   With `running_dq`, the first result is that sum of dq, with this call's added.
   """
   slices = clamped(slices, q.shape[1], k.shape[1])
 
-  def one(q, k, v, dout, lse, delta, slices, bias=None, alibi_slopes=None):
+  def one(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    slices: jax.Array,
+    **terms: jax.Array,
+  ) -> Any:
     q, dout, k, v = _only_shown(slices, [q, dout], [k, v])
-    terms = Terms(bias, alibi_slopes, v.shape[1])
-    return _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, wants)
+    of_row = Terms(v.shape[1], **terms)
+    return _backward(q, k, v, dout, lse, delta, slices, of_row, softmax_scale, softcap, wants)
 
-  operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "slices": slices}
-  operands |= {"bias": bias, "alibi_slopes": alibi_slopes}
-  is_sum = "bias" in wants and bias.shape[0] == 1 and q.shape[0] != 1
+  operands: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
+  operands |= {"slices": slices, **terms}
+  is_sum = "bias" in wants and terms["bias"].shape[0] == 1 and q.shape[0] != 1
   results = (_over_batch_summed if is_sum else _over_batch)(one, operands)
   (dq, *gradients), dterms = results[0], dict(results[1])
   if running_dq is not None:
@@ -98,17 +116,19 @@ def backward(
   else:
     dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
   if "bias" in wants:
-    dterms["bias"] = dterms["bias"].astype(bias.dtype)
+    dterms["bias"] = dterms["bias"].astype(terms["bias"].dtype)
   return (dq, *(x.astype(grad_dtype) for x in gradients), *(dterms[name] for name in wants))
 
 
-def finish_dq(dq_sum, *, q_len: int, head_dim: int, softmax_scale: float, dtype: Any):
+def finish_dq(
+  dq_sum: jax.Array, *, q_len: int, head_dim: int, softmax_scale: float, dtype: Any
+) -> tuple[jax.Array]:
   """dq `[batch, q_len, num_q_heads, head_dim]` from its sum over several calls of `backward`."""
   dq = dq_sum[:, :, : q_len * head_dim].reshape(*dq_sum.shape[:2], q_len, head_dim)
   return ((jnp.moveaxis(dq, 2, 1) * np.float32(softmax_scale)).astype(dtype),)
 
 
-def _parted(operands):
+def _parted(operands: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
   """Operands by name, as those that the batch shares, without it, and those that it does not.
 
   With shared slices the test that skips a block stays one real branch.
@@ -120,17 +140,17 @@ def _parted(operands):
   return shared, {name: x for name, x in operands.items() if not is_shared[name]}
 
 
-def _over_batch(fun, operands):
+def _over_batch(fun: Callable[..., Any], operands: dict[str, Any]) -> Any:
   """vmap over the leading axis of what the batch does not share."""
   shared, own = _parted(operands)
   return jax.vmap(lambda own: fun(**shared, **own))(own)
 
 
-def _over_batch_summed(fun, operands):
+def _over_batch_summed(fun: Callable[..., Any], operands: dict[str, Any]) -> Any:
   """One batch row after the other: never is there more than one gradient of the bias."""
   shared, own = _parted(operands)
 
-  def step(dbias, own):
+  def step(dbias: jax.Array, own: dict[str, jax.Array]) -> Any:
     gradients, dterms = fun(**shared, **own)
     return dbias + dterms.pop("bias")[None], (gradients, dterms)
 
@@ -139,7 +159,9 @@ def _over_batch_summed(fun, operands):
   return gradients, {**dterms, "bias": dbias}
 
 
-def _only_shown(slices, of_queries, of_keys):
+def _only_shown(
+  slices: jax.Array, of_queries: list[jax.Array], of_keys: list[jax.Array]
+) -> list[jax.Array]:
   """The arrays `[length, heads, dim]`, with zeros for tokens that no slice shows."""
   is_query = shown_queries(slices, of_queries[0].shape[0])[:, None, None]
   is_key = shown_keys(slices, of_keys[0].shape[0])[:, None, None]
@@ -147,12 +169,12 @@ def _only_shown(slices, of_queries, of_keys):
   return [jnp.where(is_shown, x, 0.0) for is_shown, x in pairs]
 
 
-def _precision(dtype) -> Any:
+def _precision(dtype: Any) -> Any:
   """float32 inputs get float32 products, also where the hardware would round them first."""
   return lax.Precision.HIGHEST if dtype == np.float32 else None
 
 
-def _einsum(spec, a, b):
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """A matrix product with both operands in the narrower one's dtype, summed in float32."""
   dtype = min(a.dtype, b.dtype, key=lambda d: d.itemsize)
   return jnp.einsum(
@@ -164,7 +186,7 @@ def _einsum(spec, a, b):
   )
 
 
-def _blocks(x):
+def _blocks(x: jax.Array) -> jax.Array:
   """Splits the first axis into (num_blocks, block), padding with zeros."""
   length = x.shape[0]
   block = min(_BLOCK, max(length, 1))
@@ -172,32 +194,44 @@ def _blocks(x):
   return x.reshape(x.shape[0] // block, block, *x.shape[1:])
 
 
-def _unblock(x, length):
+def _unblock(x: jax.Array, length: int) -> jax.Array:
   """Undoes `_blocks`."""
   return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[:length]
 
 
-def _group_heads(x, num_kv_heads):
+def _group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
   """[length, num_q_heads, ...] -> [length, num_kv_heads, group, ...]."""
   return x.reshape(x.shape[0], num_kv_heads, x.shape[1] // max(num_kv_heads, 1), *x.shape[2:])
 
 
-def _begins(blocks):
+def _begins(blocks: jax.Array) -> jax.Array:
   # Varying like the rest: JAX's vmap of a cond with a mapped predicate wants operands alike.
   return vary_like(jnp.arange(blocks.shape[0], dtype=np.int32) * blocks.shape[1], blocks)
 
 
-def _block_mask(slices, q_begin, k_begin, num_rows, num_keys):
+def _block_mask(
+  slices: jax.Array, q_begin: jax.Array, k_begin: jax.Array, num_rows: int, num_keys: int
+) -> jax.Array:
   """bool `[1, 1, num_rows, num_keys]`, to fit a block of scores."""
   rows, keys = (jnp.arange(n, dtype=np.int32) for n in (num_rows, num_keys))
   return visible(slices, q_begin + rows, k_begin + keys)[None, None]
 
 
-def _cap(logits, softcap):
+def _cap(logits: jax.Array, softcap: float) -> jax.Array:
   return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
-def _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype):
+def _forward(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: jax.Array,
+  running: tuple[jax.Array, jax.Array, jax.Array],
+  terms: Terms,
+  softmax_scale: float,
+  softcap: float,
+  out_dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`running` is as one more key, whose logit is its lse and whose value is its output."""
   q_len, num_q_heads, _ = q.shape
   num_kv_heads, value_dim = v.shape[1], v.shape[2]
@@ -209,19 +243,19 @@ def _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype)
   running_out, running_lse = (
     jnp.moveaxis(_blocks(_group_heads(x, num_kv_heads)), 1, 3) for x in running[:2]
   )
-  terms = terms.in_blocks(num_rows, num_keys)
+  block_terms = terms.in_blocks(num_rows, num_keys)
 
-  def q_block(args):
+  def q_block(args: Any) -> Any:
     q_begin, q, out, lse = args
 
-    def k_block(carry, args):
+    def k_block(carry: Any, args: Any) -> Any:
       k_begin, k, v = args
 
-      def visit(carry):
+      def visit(carry: Any) -> Any:
         row_max, row_sum, acc, max_logits = carry
         logits = softmax_scale * _einsum("qhgd,khd->hgqk", q, k)
         mask = _block_mask(slices, q_begin, k_begin, num_rows, num_keys)
-        logits, mask = terms.added(logits, mask, q_begin, k_begin)
+        logits, mask = block_terms.added(logits, mask, q_begin, k_begin)
         logits = jnp.where(mask, logits, -jnp.inf)
         max_logits = jnp.maximum(max_logits, logits.max(axis=(-2, -1)))
         logits = jnp.where(mask, _cap(logits, softcap), -jnp.inf)
@@ -259,7 +293,19 @@ def _forward(q, k, v, slices, running, terms, softmax_scale, softcap, out_dtype)
   return _unblock(out, q_len).reshape(q_len, num_q_heads, value_dim), lse, max_logits
 
 
-def _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, wants):
+def _backward(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  dout: jax.Array,
+  lse: jax.Array,
+  delta: jax.Array,
+  slices: jax.Array,
+  terms: Terms,
+  softmax_scale: float,
+  softcap: float,
+  wants: tuple[str, ...],
+) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
   q_len, num_q_heads, head_dim = q.shape
   k_len, num_kv_heads, _ = k.shape
   q_blocks = _blocks(_group_heads(q, num_kv_heads))
@@ -270,33 +316,33 @@ def _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, 
   )
   k_blocks, v_blocks = _blocks(k), _blocks(v)
   num_rows, num_keys = q_blocks.shape[1], k_blocks.shape[1]
-  terms = terms.in_blocks(num_rows, num_keys)
+  block_terms = terms.in_blocks(num_rows, num_keys)
 
-  def k_block(dq_blocks, args):
+  def k_block(dq_blocks: jax.Array, args: Any) -> Any:
     k_begin, k, v = args
 
-    def q_block(carry, args):
+    def q_block(carry: Any, args: Any) -> Any:
       q_begin, q, dout, lse, delta, dq = args
 
-      def visit(operands):
+      def visit(operands: Any) -> Any:
         dk, dv, dq, _ = operands
         logits = softmax_scale * _einsum("qhgd,khd->hgqk", q, k)
         mask = _block_mask(slices, q_begin, k_begin, num_rows, num_keys)
-        logits, mask = terms.added(logits, mask, q_begin, k_begin)
+        logits, mask = block_terms.added(logits, mask, q_begin, k_begin)
         capped = _cap(logits, softcap)
         p = jnp.where(mask, jnp.exp(jnp.where(mask, capped - lse[..., None], 0.0)), 0.0)
         dp = _einsum("qhgd,khd->hgqk", dout, v)
         ds = jnp.where(mask, p * (dp - delta[..., None]), 0.0)
         if softcap:
           ds = ds * jnp.where(mask, 1.0 - (capped / softcap) ** 2, 0.0)
-        dterms = terms.gradients(ds, q_begin, k_begin, wants)
+        dterms = block_terms.gradients(ds, q_begin, k_begin, wants)
         dv = dv + _einsum("hgqk,qhgd->khd", p, dout)
         dk = dk + _einsum("hgqk,qhgd->khd", ds * softmax_scale, q)
         dq = dq + _einsum("hgqk,khd->qhgd", ds, k)  # Without softmax_scale.
         return dk, dv, dq, dterms
 
       hit = touches(slices, q_begin, q_begin + num_rows, k_begin, k_begin + num_keys)
-      nothing = terms.no_gradients(wants, q)
+      nothing = block_terms.no_gradients(wants, q)
       *carry, dq, dterms = lax.cond(hit, visit, lambda operands: operands, (*carry, dq, nothing))
       return tuple(carry), (dq, dterms)
 
@@ -308,4 +354,4 @@ def _backward(q, k, v, dout, lse, delta, slices, terms, softmax_scale, softcap, 
   start = vary_like(jnp.zeros(q_blocks.shape, np.float32), q)
   dq, (dk, dv, dterms) = lax.scan(k_block, start, (_begins(k_blocks), k_blocks, v_blocks))
   dq = _unblock(dq, q_len).reshape(q_len, num_q_heads, head_dim)
-  return (dq, _unblock(dk, k_len), _unblock(dv, k_len)), terms.joined(dterms)
+  return (dq, _unblock(dk, k_len), _unblock(dv, k_len)), block_terms.joined(dterms)

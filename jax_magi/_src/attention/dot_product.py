@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.arguments import check_flag, has_symbols
-from jax_magi._src.attention import checks
+from jax_magi._src.attention import checks, ops
 from jax_magi._src.attention.api import AttnForwardMeta
-from jax_magi._src.attention.batch import attend
 from jax_magi._src.attention.visibility import hidden_by_bias, poisoned_rows, visible_slices
 from jax_magi._src.masks.windows import band_around, window_band
 
@@ -155,7 +154,7 @@ def dot_product_attention(
   if dense is not None:
     bias = hidden_by_bias(dense, bias, k.shape[1], q.dtype)
   slopes = checks.check_alibi_slopes(alibi_slopes, (shape[1:2], shape[:2]))
-  results = attend(config, q, k, v, slices, sink, bias=bias, alibi_slopes=slopes)
+  results = ops.attention(config, q, k, v, slices, sink, bias=bias, alibi_slopes=slopes)
   out, lse, max_logits = results if has_batch else (x[0] for x in results)
   if return_meta:
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)

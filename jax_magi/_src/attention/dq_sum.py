@@ -6,6 +6,7 @@ Kernels add to it in an order of their own, and without softmax_scale: a call co
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,12 +16,12 @@ import numpy as np
 from jax_magi._src.attention import blockwise
 from jax_magi._src.attention.kernel_call import PLAIN, AttentionConfig
 from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import BACKENDS
-from jax_magi._src.transforms.operation import Operation
+from jax_magi._src.native.backends import BACKENDS, Backend
+from jax_magi._src.transforms.operation import Native, Operands, Operation, Results, Split
 from jax_magi._src.transforms.varying import vary_like
 
 
-def empty_dq_sum(q, v):
+def empty_dq_sum(q: jax.Array, v: jax.Array) -> jax.Array:
   """Zeros: float32 `[batch, num_q_heads, words]`.
 
   Args:
@@ -31,7 +32,9 @@ def empty_dq_sum(q, v):
   return vary_like(jnp.zeros((q.shape[0], q.shape[2], words), np.float32), q)
 
 
-def finished_dq(config: AttentionConfig, dq_sum, q, v, dtype: Any):
+def finished_dq(
+  config: AttentionConfig, dq_sum: jax.Array, q: jax.Array, v: jax.Array, dtype: Any
+) -> jax.Array:
   """The gradient of q, from the sum of all calls.
 
   Args:
@@ -63,7 +66,7 @@ def _finish_dq(
   dims: tuple[int, int],
   q_dtype: Any,
   dtype: Any,
-):
+) -> Callable[[Operands], Results]:
   options: dict[str, Any] = {
     "q_len": q_len,
     "head_dim": dims[0],
@@ -72,12 +75,12 @@ def _finish_dq(
   }
   plain = functools.partial(blockwise.finish_dq, **options)
 
-  def on_backend(backend, split, operands):
+  def on_backend(backend: Backend, split: Split, operands: Operands) -> Results:
     if not backend.orders_dq_itself:
       return plain(**operands)
     return split(functools.partial(native.finish_dq, backend=backend, **options), operands)
 
-  def natives(operands):
+  def natives(operands: Operands) -> dict[str, Native]:
     """Where the calls of `backward` had a kernel."""
     batch, num_q_heads, _ = operands["dq_sum"].shape
     q, v = (jax.ShapeDtypeStruct((batch, q_len, num_q_heads, dim), q_dtype) for dim in dims)

@@ -9,7 +9,8 @@ import jax
 from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.kernel_call import PLAIN
-from jax_magi._src.native.explanation import Explanation, explain
+from jax_magi._src.native.explanation import Explanation as Explanation  # The result, exported.
+from jax_magi._src.native.explanation import explain
 
 
 def explain_attention(

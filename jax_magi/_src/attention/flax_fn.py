@@ -109,7 +109,7 @@ def flax_attention_fn(
   results = dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
   batch_axes = spec_of(query)[: len(batch)]
 
-  def unfold(x):
+  def unfold(x: jax.Array) -> jax.Array:
     return reshaped(x, (*batch, *x.shape[1:]), P(*batch_axes, *spec_of(x)[1:]))
 
   return jax.tree.map(unfold, results)

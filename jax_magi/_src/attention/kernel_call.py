@@ -1,12 +1,13 @@
-"""The kernels of backends as the native side of attention's operations."""
+"""What attention's operations take, and the kernels of backends as their native side."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,11 +18,44 @@ from jax_magi._src.native.backends import (
   check_implementation,
   log_fallback,
 )
+from jax_magi._src.transforms.operation import Native, Operands, Results, Split
 
 # The name of the path in plain JAX.
 PLAIN = "blockwise"
-# Optional operands, in the order of the kernels: what is added to the scaled logits.
-TERMS = ("bias", "alibi_slopes")
+
+# What may be added to the scaled logits, in the order of the kernels, with its dimensions.
+TERMS = {
+  # In q's dtype or float32; a size of 1 is shared by the batch, heads or queries.
+  "bias": "bhqk",
+  # float32; each times (key - query) is added.
+  "alibi_slopes": "bh",
+}
+# Dimensions of all operands, as `Operation` has them. Those after "sink" are optional.
+OPERANDS = {
+  "q": "bqhd",
+  "k": "bkgd",
+  "v": "bkge",
+  "dout": "bqhe",
+  "lse": "bqh",
+  "delta": "bqh",
+  "slices": "bnc",
+  "sink": "bh",
+  **TERMS,
+  "running_out": "bqhe",
+  "running_lse": "bqh",
+  "running_max_logits": "bh",
+  "running_dq": "bhw",
+  # Of a known mask it is planned with the call, and is one for all devices; of others each device
+  # makes its own.
+  "tile_list": "t",
+}
+SHARED = frozenset({"slices", "bias"})
+
+
+def given_terms(terms: Mapping[str, jax.Array | None]) -> Operands:
+  """Those terms that there are."""
+  assert terms.keys() <= TERMS.keys(), terms.keys()
+  return {name: x for name, x in terms.items() if x is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +67,14 @@ class AttentionConfig:
   deterministic: bool = False
   sm_margin: int = 0
   implementation: str | None = None
+
+  def with_positive_scale(self, q: Any) -> tuple[Any, AttentionConfig]:
+    """The same logits: kernels take positive scales, so that the largest product is the largest."""
+    if self.softmax_scale < 0.0:
+      return -q, dataclasses.replace(self, softmax_scale=-self.softmax_scale)
+    if self.softmax_scale == 0.0:
+      return jnp.zeros_like(q), dataclasses.replace(self, softmax_scale=1.0)
+    return q, self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +91,12 @@ class KernelCall:
 
   config: AttentionConfig
   known: bytes | None
-  kernel: Callable
+  kernel: Callable[..., Results]
   wants: tuple[str, ...] = ()
   is_backward: bool = False
 
 
-def natives(call: KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
+def natives(call: KernelCall, operands: Operands) -> dict[str, Native]:
   """The platforms whose kernels take the operands."""
   config = call.config
   is_in_order = config.deterministic and "bias" in call.wants
@@ -75,7 +117,7 @@ def natives(call: KernelCall, operands: dict[str, Any]) -> dict[str, Callable]:
   }
 
 
-def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: dict[str, Any]):
+def _on_backend(call: KernelCall, backend: Backend, split: Split, operands: Operands) -> Results:
   """A backend's kernel. The tile list is one for all, made before batch and heads are split."""
   slices, tile_list, options = MaskOperand(operands["slices"], call.known).tiles(
     backend,
@@ -87,7 +129,7 @@ def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: d
   )
   group = _group(operands)
 
-  def kernel(tile_list, **parts):
+  def kernel(tile_list: jax.Array, **parts: Any) -> Results:
     if _group(parts) != group:
       # A device with part of a group's heads may want other tiles than those of the list.
       return call.kernel(**parts, tile_list=jnp.zeros(0, np.int32), backend=backend)
@@ -96,6 +138,7 @@ def _on_backend(call: KernelCall, backend: Backend, split: Callable, operands: d
   return split(kernel, operands | {"slices": slices, "tile_list": tile_list})
 
 
-def _group(operands: dict[str, Any]) -> int:
+def _group(operands: Operands) -> int:
   """Query heads that share a kv head."""
-  return operands["q"].shape[2] // operands["k"].shape[2]
+  q, k = operands["q"], operands["k"]
+  return int(q.shape[2] // k.shape[2])

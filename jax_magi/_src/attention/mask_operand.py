@@ -13,6 +13,7 @@ import numpy as np
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import Backend
+from jax_magi._src.transforms.staging import is_staged
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["slices"], meta_fields=["known"])
@@ -32,6 +33,15 @@ class MaskOperand:
   def of(cls, slices: Any) -> MaskOperand:
     """A mask of which nothing is known, unless `slices` is a mask already."""
     return slices if isinstance(slices, MaskOperand) else cls(slices)
+
+  @classmethod
+  def of_call(cls, slices: Any, *arrays: Any) -> MaskOperand:
+    """The mask of a call that takes these arrays, too; numpy slices may be known to kernels."""
+    # Only in a program that is compiled as a whole: elsewhere, each mask would be a new program.
+    is_known = isinstance(slices, np.ndarray) and slices.shape[0] == 1
+    if is_known and any(map(is_staged, arrays)):
+      return cls(slices, slices.tobytes())
+    return cls(slices)
 
   def table(self) -> np.ndarray | None:
     """int32 `[num_slices, 6]`, if it is known and still one for the batch."""
@@ -66,15 +76,7 @@ class MaskOperand:
     if not is_backward and (grouped := grouped_by_keys(table)) is not table:
       candidates.append(grouped)
     best, plan = native.plan_tiles(
-      backend,
-      operands["q"],
-      operands["k"],
-      operands["v"],
-      candidates,
-      is_backward=is_backward,
-      bias=operands.get("bias"),
-      alibi_slopes=operands.get("alibi_slopes"),
-      **options,
+      backend, operands, candidates, is_backward=is_backward, **options
     )
     slices = self.slices if best is table else jnp.asarray(best)[None]
     return slices, np.frombuffer(plan.tile_list, np.int32), {"tile_stamp": plan.tile_stamp}

@@ -35,4 +35,4 @@ def merge_attention(
       )
   weights, lse = softmax_lse(jnp.stack(lses))
   out = sum(w[..., None] * o.astype(np.float32) for w, o in zip(weights, outs, strict=True))
-  return out.astype(outs[0].dtype), lse  # type: ignore[union-attr]
+  return out.astype(outs[0].dtype), lse

@@ -9,23 +9,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import blockwise
 from jax_magi._src.attention.kernel_call import (
+  OPERANDS,
   PLAIN,
+  SHARED,
   TERMS,
   AttentionConfig,
   KernelCall,
+  given_terms,
   natives,
 )
 from jax_magi._src.attention.mask_operand import MaskOperand
 from jax_magi._src.native import attention as native
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
-from jax_magi._src.transforms.operation import Operation
-from jax_magi._src.transforms.varying import vary_like
+from jax_magi._src.transforms.operation import Operands, Operation, Results
+from jax_magi._src.transforms.varying import vary_like, vary_together
 
 # Names of the saved residuals, for `jax.checkpoint` policies.
 CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
@@ -33,32 +37,65 @@ CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 _RUNNING = ("running_out", "running_lse", "running_max_logits")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(config: AttentionConfig, q, k, v, mask: MaskOperand, sink, terms):
-  """`forward`, with gradients for q, k, v, sink and terms, from those of out and lse.
+def attention(
+  config: AttentionConfig,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: Any,
+  sink: jax.Array,
+  **terms: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`forward` with gradients, for operands as callers have them: any scale, mesh axes of any type.
 
-  `terms` are the optional operands of `forward` that there are, by name.
+  Slices may be numpy. Gradients are those of out and lse, for all operands but slices.
   """
+  q, config = config.with_positive_scale(q)
+  mask = MaskOperand.of_call(slices, q, k, v)
+  # Before the custom derivative, so that the gradient of a replicated operand is summed.
+  leaves, treedef = jax.tree.flatten((q, k, v, mask, sink, given_terms(terms)))
+  operands = jax.tree.unflatten(treedef, vary_together(*leaves))
+  out, lse, max_logits = _attention(config, *operands)
+  return out, lse, lax.stop_gradient(max_logits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+  config: AttentionConfig,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: MaskOperand,
+  sink: jax.Array,
+  terms: Operands,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """`terms` are the optional operands that there are, by name."""
   return _forward_on_mesh(config, None, q, k, v, mask, sink, terms)
 
 
-def _forward_on_mesh(config, out_dtype, *operands):
+def _forward_on_mesh(
+  config: AttentionConfig, out_dtype: Any, *operands: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`forward` for operands that may lie on Explicit axes."""
 
-  def fun(q, k, v, mask, sink, terms):
+  def fun(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskOperand, sink: jax.Array, terms: Operands
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     return forward(config, q, k, v, mask, sink, **terms, out_dtype=out_dtype)
 
-  def out_specs():
+  def out_specs() -> tuple[P, ...]:
     batch, _, heads, _ = spec_of(*operands[:3])
     return P(batch, None, heads, None), P(batch, None, heads), P(batch, heads)
 
   return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
-def _attention_fwd(config, *operands):
+def _attention_fwd(
+  config: AttentionConfig, *operands: Any
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
   terms = operands[-1]
   # As the keys of a dict, which are no data: whose gradient costs nothing unless it is asked for.
-  wanted: dict[str, tuple] = {name: () for name, x in terms.items() if x.perturbed}
+  wanted: dict[str, tuple[()]] = {name: () for name, x in terms.items() if x.perturbed}
   q, k, v, mask, sink, terms = jax.tree.map(lambda x: x.value, operands)
   # In the gradient of slopes, an error of delta counts as often as there are tokens between a query
   # and the keys that matter to it: delta is then made of an `out` that is not rounded.
@@ -71,19 +108,32 @@ def _attention_fwd(config, *operands):
   return (out.astype(q.dtype), lse, max_logits), residuals
 
 
-def _attention_bwd(config, residuals, cotangents):
+def _attention_bwd(
+  config: AttentionConfig, residuals: tuple[Any, ...], cotangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
   q, k, v, mask, sink, terms, wanted, out, lse = residuals
   dout, dlse, _ = map(_instantiated, cotangents, (out, lse, lse))
   mask = mask.for_backward()
   wants = tuple(name for name in TERMS if name in wanted)
 
-  def fun(q, k, v, mask, sink, terms, out, lse, dout, dlse):
+  def fun(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: MaskOperand,
+    sink: jax.Array,
+    terms: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+  ) -> Results:
     row_delta = delta(out, lse, dout, dlse)
     dsink = -jnp.sum(sink_probability(sink, lse) * row_delta, axis=1)
     gradients = backward(config, q, k, v, dout, lse, row_delta, mask, **terms, wants=wants)
     return (dsink, *gradients)
 
-  def out_specs():
+  def out_specs() -> tuple[P, ...]:
     return tuple(map(spec_of, (sink, q, k, v, *(terms[name] for name in wants))))
 
   operands = (q, k, v, mask, sink, terms, out, lse, dout, dlse)
@@ -92,10 +142,10 @@ def _attention_bwd(config, residuals, cotangents):
   return dq, dk, dv, None, dsink, {name: gradients.get(name) for name in terms}
 
 
-attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
-def _instantiated(cotangent, like):
+def _instantiated(cotangent: Any, like: jax.Array) -> Any:
   """A gradient that is zero as an array, if JAX only says that it is."""
   if not isinstance(cotangent, SymbolicZero):
     return cotangent
@@ -104,17 +154,16 @@ def _instantiated(cotangent, like):
 
 def forward(
   config: AttentionConfig,
-  q,
-  k,
-  v,
-  slices,
-  sink,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: MaskOperand | jax.Array,
+  sink: jax.Array,
   *,
-  bias=None,
-  alibi_slopes=None,
   out_dtype: Any = None,
   running: tuple[Any, Any, Any] | None = None,
-):
+  **terms: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Attention over a batch.
 
   Args:
@@ -124,9 +173,6 @@ def forward(
     v: `[batch, k_len, num_kv_heads, value_dim]`.
     slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
     sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
-    bias: `[batch or 1, num_q_heads or 1, q_len or 1, k_len]`, added to the scaled logits, in q's
-      dtype or float32; None is none.
-    alibi_slopes: float32 `[batch, num_q_heads]`; each times (key - query) is added, too.
     out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
     running: the results of calls over other keys, in whose memory this call works where nothing
       else uses it. A tile of queries that sees none of these keys costs nothing. With a float32
@@ -134,23 +180,24 @@ def forward(
       first call uses the sink. With a 16-bit `out`, each query must see keys in one of the calls
       only: it is computed there, with the sink, and left as it is by the others. Terms are not
       supported here.
+    **terms: by their names in `TERMS`; None is none.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
     `[batch, num_q_heads]`.
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
-  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
-  if running is not None:
-    assert not terms, "terms and running results are not taken together"
-    assert running[0].dtype in (np.float32, dtype), running[0].dtype
-    terms = dict(zip(_RUNNING, running, strict=True))
   mask = MaskOperand.of(slices)
-  operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink}
-  return _forward(config, mask.known, dtype)(operands | terms)
+  operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink} | given_terms(terms)
+  if running is not None:
+    assert operands.keys().isdisjoint(TERMS), "terms and running results are not taken together"
+    assert running[0].dtype in (np.float32, dtype), running[0].dtype
+    operands |= dict(zip(_RUNNING, running, strict=True))
+  out, lse, max_logits = _forward(config, mask.known, dtype)(operands)
+  return out, lse, max_logits
 
 
-def delta(out, lse, dout, dlse):
+def delta(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
   """What `backward` has to know of the results: float32 `[batch, q_len, num_q_heads]`.
 
   With P = softmax(S), dS = P * (dP - rowsum(dout * out)); the gradient of lse adds P * dlse.
@@ -165,56 +212,51 @@ def delta(out, lse, dout, dlse):
 
 def backward(
   config: AttentionConfig,
-  q,
-  k,
-  v,
-  dout,
-  lse,
-  delta,
-  slices,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  dout: jax.Array,
+  lse: jax.Array,
+  delta: jax.Array,
+  slices: MaskOperand | jax.Array,
   *,
-  bias=None,
-  alibi_slopes=None,
   wants: tuple[str, ...] = (),
   grad_dtype: Any = None,
-  running_dq=None,
-):
+  running_dq: jax.Array | None = None,
+  **terms: jax.Array | None,
+) -> Results:
   """Gradients of `forward`, from statistics that may be those of more keys than these.
 
   Args:
     config: see `AttentionConfig`.
-    q: as in `forward`, and so k, v and slices.
-    k: see above.
-    v: see above.
-    dout: gradient of out, in q's dtype.
-    lse: as `forward` returns it; of all keys, where k and v are a part of them.
-    delta: as `delta` returns it, likewise.
-    slices: see above.
-    bias: see above.
-    alibi_slopes: see above.
+    q: `[batch, q_len, num_q_heads, head_dim]`.
+    k: `[batch, k_len, num_kv_heads, head_dim]`.
+    v: `[batch, k_len, num_kv_heads, value_dim]`.
+    dout: `[batch, q_len, num_q_heads, value_dim]`, the gradient of out, in q's dtype.
+    lse: float32 `[batch, q_len, num_q_heads]`; of all keys, where k and v are a part of them.
+    delta: float32 `[batch, q_len, num_q_heads]`, as `delta` returns it, likewise.
+    slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
     wants: which of `TERMS` have a gradient, in their order.
     grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
     running_dq: a sum of dq over calls with other keys of the same queries, as `empty_dq_sum` makes
       it and `finished_dq` takes it (dq_sum.py); there are then no terms.
+    **terms: as in `forward`.
 
   Returns:
     dq, dk, dv; and what is wanted, each like its operand. With `running_dq`, that sum with this
     call's dq added, in its memory where nothing else uses it, takes the place of dq.
   """
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
-  terms = _given(bias=bias, alibi_slopes=alibi_slopes)
-  assert not (terms and running_dq is not None), "terms and a running dq are not taken together"
   mask = MaskOperand.of(slices)
   operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
-  operands |= {"slices": mask.slices} | terms | _given(running_dq=running_dq)
+  operands |= {"slices": mask.slices} | given_terms(terms)
+  if running_dq is not None:
+    assert operands.keys().isdisjoint(TERMS), "terms and a running dq are not taken together"
+    operands["running_dq"] = running_dq
   return _backward(config, mask.known, dtype, wants, running_dq is not None)(operands)
 
 
-def _given(**terms):
-  return {name: x for name, x in terms.items() if x is not None}
-
-
-def sink_probability(sink, lse):
+def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
   """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
   sink = sink[:, None, :]
   has_sink = sink != -jnp.inf
@@ -225,32 +267,14 @@ def sink_probability(sink, lse):
 
 # --- The two operations ---
 
-# Dimensions of operands, as `Operation` has them. Those from "bias" on are optional.
-_OPERANDS = {
-  "q": "bqhd",
-  "k": "bkgd",
-  "v": "bkge",
-  "dout": "bqhe",
-  "lse": "bqh",
-  "delta": "bqh",
-  "slices": "bnc",
-  "sink": "bh",
-  "bias": "bhqk",
-  "alibi_slopes": "bh",
-  "running_out": "bqhe",
-  "running_lse": "bqh",
-  "running_max_logits": "bh",
-  "running_dq": "bhw",
-  "tile_list": "t",
-}
-_SHARED = frozenset({"slices", "bias"})
-
 # Bounded: each known mask adds an entry.
 _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: AttentionConfig, known: bytes | None, out_dtype: Any) -> Callable:
+def _forward(
+  config: AttentionConfig, known: bytes | None, out_dtype: Any
+) -> Callable[[Operands], Results]:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
@@ -258,13 +282,13 @@ def _forward(config: AttentionConfig, known: bytes | None, out_dtype: Any) -> Ca
   }
   kernel = functools.partial(native.forward, **options, sm_margin=config.sm_margin)
   return Operation(
-    operands=_OPERANDS,
+    operands=OPERANDS,
     results={"out": "bqhe", "lse": "bqh", "max_logits": "bh"},
     natives=functools.partial(natives, KernelCall(config, known, kernel)),
     plain=functools.partial(blockwise.forward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
-    shared=_SHARED,
+    shared=SHARED,
   ).function()
 
 
@@ -275,7 +299,7 @@ def _backward(
   grad_dtype: Any,
   wants: tuple[str, ...],
   sums_dq: bool,
-) -> Callable:
+) -> Callable[[Operands], Results]:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
     "softcap": config.softcap,
@@ -293,13 +317,13 @@ def _backward(
   like = {"dq": "running_dq" if sums_dq else "q", "dk": "k", "dv": "v"}
   gradients = {f"d{name}": name for name in wants}
   return Operation(
-    operands=_OPERANDS,
-    results={name: _OPERANDS[operand] for name, operand in (like | gradients).items()},
+    operands=OPERANDS,
+    results={name: OPERANDS[operand] for name, operand in (like | gradients).items()},
     natives=functools.partial(natives, KernelCall(config, known, kernel, wants, is_backward=True)),
     plain=functools.partial(blockwise.backward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
     # A gradient is one for each mapped element, and so is then the operand.
-    shared=_SHARED.difference(wants),
+    shared=SHARED.difference(wants),
     gradients=gradients,
   ).function()

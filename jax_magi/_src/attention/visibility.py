@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_magi._src.arguments import as_int32, concrete
 from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
+from jax_magi._src.masks import constructors
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
@@ -63,14 +64,17 @@ def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
   shape = jnp.broadcast_shapes(visible.shape, bias.shape, (1, 1, 1, k_len))
   hidden = np.full((1, 1, 1, 1), -np.inf, bias.dtype)
 
-  def fun(*arrays):
-    return jnp.where(*(jnp.broadcast_to(x, shape) for x in arrays))
+  def fun(is_shown: jax.Array, bias: jax.Array, hidden: jax.Array) -> jax.Array:
+    is_shown, bias, hidden = (jnp.broadcast_to(x, shape) for x in (is_shown, bias, hidden))
+    return jnp.where(is_shown, bias, hidden)
 
   operands = (visible, bias, hidden)
   return with_auto_axes(fun, operands, lambda: merged_spec(visible, bias))(*operands)
 
 
-def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]):
+def _length_slices(
+  sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]
+) -> Any:
   """One slice for each row of the batch, or one for all; None if it would show everything."""
   batch, q_len, k_len = sizes
   given = {name: as_int32(name, x, (batch,)) for name, x in lengths.items() if x is not None}
@@ -90,7 +94,9 @@ def _length_slices(sizes: tuple[Any, int, int], band: tuple[int, int], lengths: 
   return slices
 
 
-def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any):
+def _segment_slices(
+  sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any
+) -> Any:
   """One slice for each document; None if there are no documents."""
   batch, q_len, k_len = sizes
   given = {
@@ -109,8 +115,11 @@ def _segment_slices(sizes: tuple[Any, int, int], segments: dict[str, Any], max_s
   if kv_ids.shape[1] != k_len:
     raise ValueError(f"kv_segment_ids must be given: query and key have {q_len} and {k_len} tokens")
 
-  def documents(ids, kv_ids):
-    return AttentionMask.from_segment_ids(ids, max_segments, kv_ids=kv_ids).slices
+  names = "segment_ids", "segment_ids" if kv_ids is ids else "kv_segment_ids"
+
+  def documents(ids: Any, kv_ids: Any) -> Any:
+    slices, _, _ = constructors.from_segment_ids(ids, max_segments, kv_ids=kv_ids, names=names)
+    return slices
 
   if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
     slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
@@ -149,6 +158,9 @@ def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]
     if len(mask) != batch:
       raise ValueError(f"mask must be one AttentionMask, or {batch} of them, got {len(mask)}")
     return stacked([slices_of_batch(one, 1, q_len, k_len)[0] for one in mask]), None
+  leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, AttentionMask))
+  if any(isinstance(x, AttentionMask) for x in leaves):
+    raise ValueError(f"mask must be one AttentionMask, or a list of {batch}, got {mask!r}")
   if not hasattr(mask, "shape") and not isinstance(mask, (list, tuple)):
     raise ValueError(f"mask must be a boolean array or an AttentionMask, got {type(mask).__name__}")
   known = concrete(mask)
@@ -190,4 +202,5 @@ def _cover(dense: np.ndarray, shape: tuple[Any, int, int, int]) -> np.ndarray | 
     if row.shape[1] == 1:
       slices[:, 3] = k_len
     rows.append(slices)
-  return stacked(rows)
+  together: np.ndarray = stacked(rows)
+  return together

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from jax_magi._src.arguments import check_flag
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
-from jax_magi._src.attention.batch import with_positive_scale
 from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import check_axis
 from jax_magi._src.context_parallel.key import (
@@ -97,7 +96,7 @@ def calc_attn(
     implementation=implementation,
   )
   keep = check_flag("keep_remote_kv", keep_remote_kv)
-  q, config = with_positive_scale(q, config)
+  q, config = config.with_positive_scale(q)
   sink = checks.sink_logit(sink, q.shape[1])
   leaves, treedef = jax.tree.flatten(key)
   # Before the custom derivative, so that the gradient of a replicated operand is summed.
@@ -134,8 +133,8 @@ def context_parallel_attention(
 
   Args:
     q: `[cp_size * local, num_q_heads, head_dim]` as `dispatch` returns it, or with a leading batch.
-    k: likewise, with kv heads.
-    v: likewise.
+    k: `[cp_size * local, num_kv_heads, head_dim]`, or with a leading batch.
+    v: `[cp_size * local, num_kv_heads, value_dim]`, or with a leading batch.
     key: one for the whole batch, or a stack (`stack_keys`) with one for each row.
     mesh: has the axes named below; None is the current one.
     axis_name: the axis over which the sequence is split.
@@ -177,8 +176,12 @@ def context_parallel_attention(
     raise ValueError(f"key is a stack of keys, but q has no batch: {list(q.shape)}")
   batch = (batch_axis,) if has_batch else ()
 
-  def step(q, k, v, key, sink):
-    def attend(q, k, v, key):
+  def step(
+    q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey, sink: Any
+  ) -> tuple[jax.Array, AttnForwardMeta]:
+    def attend(
+      q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey
+    ) -> tuple[jax.Array, AttnForwardMeta]:
       return calc_attn(
         q,
         k,
@@ -207,7 +210,16 @@ def context_parallel_attention(
   return jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(rows, meta))(*operands)
 
 
-def _check_whole_arrays(q, k, v, key, mesh, axis_name, batch_axis, head_axis) -> None:
+def _check_whole_arrays(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  key: DistAttnKey,
+  mesh: Any,
+  axis_name: str,
+  batch_axis: Any,
+  head_axis: Any,
+) -> None:
   """What `shard_map` would refuse in its own words, and a batch without rows."""
   spec = key.spec
   if mesh.shape[axis_name] != spec.cp_size:
@@ -216,7 +228,7 @@ def _check_whole_arrays(q, k, v, key, mesh, axis_name, batch_axis, head_axis) ->
       f"{mesh.shape[axis_name]}"
     )
 
-  def parts(axes):
+  def parts(axes: Any) -> int:
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return math.prod(mesh.shape[name] for name in names)
 

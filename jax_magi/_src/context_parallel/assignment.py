@@ -113,7 +113,9 @@ def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
   return candidates
 
 
-def _near(chunks: Units, cp_size: int, width: int, links: Links, keys) -> np.ndarray:
+def _near(
+  chunks: Units, cp_size: int, width: int, links: Links, keys: tuple[np.ndarray, np.ndarray] | None
+) -> np.ndarray:
   """Neighbours stay together, as far as a search among ever smaller units finds."""
   levels = _levels(chunks, cp_size)
   num_nodes = cp_size // width

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,9 @@ class Units:
   end: np.ndarray
 
   @classmethod
-  def of_chunks(cls, work, chunk_size: int, chunk, begin, end) -> Units:
+  def of_chunks(
+    cls, work: np.ndarray, chunk_size: int, chunk: np.ndarray, begin: np.ndarray, end: np.ndarray
+  ) -> Units:
     """Each chunk alone; chunk number `chunk[i]` needs keys `begin[i]` to `end[i]`."""
     bounds = np.arange(len(work) + 1, dtype=np.int64) * chunk_size
     table = _table(len(work), *union(chunk, begin, end))
@@ -82,7 +85,9 @@ class Units:
     )
 
 
-def _table(num_units: int, unit, begin, end) -> tuple[np.ndarray, np.ndarray]:
+def _table(
+  num_units: int, unit: np.ndarray, begin: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
   """Sorted, disjoint ranges as `[num_units, num_ranges]`."""
   gap = begin - np.append(0, end[:-1])
   gap[np.append(True, unit[1:] != unit[:-1])[: len(unit)]] = STRIDE  # Never closed.
@@ -156,7 +161,7 @@ class CostModel:
     far_row: float,
     keys: tuple[np.ndarray, np.ndarray] | None = None,
     tolerance: float = TOLERANCE,
-  ):
+  ) -> None:
     """`keys` are bounds and ranks of chunks of keys; None if they go with the queries."""
     self.units = units
     self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
@@ -189,7 +194,9 @@ class CostModel:
     """The rank of each chunk of keys."""
     return ranks if self.keys is None else self.keys[1]
 
-  def total(self, load, received, sent, far_received, far_sent):
+  def total(
+    self, load: Any, received: Any, sent: Any, far_received: Any, far_sent: Any
+  ) -> np.ndarray:
     """What a rank costs. The two links work at the same time."""
     moved = self.near_row * np.maximum(received, sent)
     if self.num_nodes > 1:
@@ -267,7 +274,7 @@ class CostModel:
 class Places:
   """Chunks of keys by the place of their owner in its node."""
 
-  def __init__(self, bounds: np.ndarray, place: np.ndarray):
+  def __init__(self, bounds: np.ndarray, place: np.ndarray) -> None:
     self._place = place
     order = np.argsort(place.astype(np.uint16), kind="stable")
     place = place[order].astype(np.int64)

@@ -112,7 +112,7 @@ class _Groups:
     group: int64 `[num_chunks]`, the group of each chunk, once it has one.
   """
 
-  def __init__(self, work: np.ndarray, num_groups: int, num_later: int):
+  def __init__(self, work: np.ndarray, num_groups: int, num_later: int) -> None:
     """`num_later` chunks come last, for which room is left where work is missing."""
     self.group = np.full(len(work), -1)
     self._size = len(work) // num_groups

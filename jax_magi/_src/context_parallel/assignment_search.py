@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Costs, Places
@@ -54,7 +57,7 @@ def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
   return best
 
 
-def _of_both(a, b):
+def _of_both(a: np.ndarray, b: np.ndarray) -> np.ndarray:
   """The larger cost decides; then what both cost together."""
   return np.maximum(a, b) + _SHARE_OF_SUM * (a + b)
 
@@ -106,7 +109,9 @@ def _disjoint(gain: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
   return np.array(chosen, np.int64)
 
 
-def _exchanges(model: CostModel, ranks, costs: Costs, a, b):
+def _exchanges(
+  model: CostModel, ranks: np.ndarray, costs: Costs, a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """For each pair of ranks: what the best exchange seems to gain, and its two units."""
   members = np.argsort(ranks.astype(np.uint16), kind="stable").reshape(model.num_ranks, -1)
   num_units, num_ranges = members.shape[1], model.units.begin.shape[1]
@@ -131,14 +136,16 @@ def _exchanges(model: CostModel, ranks, costs: Costs, a, b):
   return gain, *chosen
 
 
-def _after(model: CostModel, costs: Costs, places: Places, rank, ours) -> np.ndarray:
+def _after(
+  model: CostModel, costs: Costs, places: Places, rank: np.ndarray, ours: np.ndarray
+) -> np.ndarray:
   """`[ranks, ours, theirs]`: what ranks cost if they give one of ours for one of theirs.
 
   The second half of the ranks are the partners of the first.
   """
   theirs = np.roll(ours, len(ours) // 2, axis=0)
 
-  def changed(before, of_unit):
+  def changed(before: np.ndarray, of_unit: np.ndarray | None) -> np.ndarray:
     before = before[rank][:, None, None]
     if of_unit is None:  # Keys stay where they are.
       return before
@@ -153,15 +160,19 @@ def _after(model: CostModel, costs: Costs, places: Places, rank, ours) -> np.nda
   )
 
 
-def _new_rows(model: CostModel, places: Places, rank, ours, theirs) -> np.ndarray:
+def _new_rows(
+  model: CostModel, places: Places, rank: np.ndarray, ours: np.ndarray, theirs: np.ndarray
+) -> np.ndarray:
   """`[ranks, ours, theirs]`: rows that ranks receive more after an exchange."""
   units = model.units
   place = (rank % model.ranks_per_node)[:, None]
 
-  def ranges(members):
+  def ranges(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tuple(x[members].reshape(len(members), -1) for x in (units.begin, units.end))
 
-  def remote(x):  # Keys that the rank has count nothing: positions among all others.
+  def remote(
+    x: np.ndarray,
+  ) -> np.ndarray:  # Keys that the rank has count nothing: positions among all others.
     return x - places.before(place, x)
 
   needed = _Needed(ranges(ours), ours.shape[1])
@@ -184,7 +195,7 @@ def _new_rows(model: CostModel, places: Places, rank, ours, theirs) -> np.ndarra
 class _Needed:
   """The keys that each rank needs, as segments between the ends of its units' ranges."""
 
-  def __init__(self, ranges: tuple[np.ndarray, np.ndarray], num_units: int):
+  def __init__(self, ranges: tuple[np.ndarray, np.ndarray], num_units: int) -> None:
     """`ranges` are begins and ends, `[ranks, units * ranges]`."""
     num_ranks, num_ranges = ranges[0].shape
     points = np.concatenate(ranges, axis=1)
@@ -203,7 +214,9 @@ class _Needed:
     self._rank = np.arange(num_ranks)[:, None]
     self._sorted = (self.points + self._rank * STRIDE).reshape(-1)
 
-  def shares(self, measure, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
+  def shares(
+    self, measure: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, end: np.ndarray
+  ) -> tuple[np.ndarray, ...]:
     """What single units alone need, in all and of each range; and what any unit needs of ranges.
 
     `measure` maps positions to those whose differences are lengths. The results are
@@ -231,7 +244,7 @@ class _Needed:
     ends = [(self._index(x), x) for x in (begin, end)]
     return self._covered(1, self.points, ends), self._covered(2, self.points, ends)
 
-  def _covered(self, least: int, points: np.ndarray, ends) -> np.ndarray:
+  def _covered(self, least: int, points: np.ndarray, ends: Any) -> np.ndarray:
     """What at least so many units need between two ends, each an index and a measure."""
     is_in = self.count >= least
     before = np.zeros_like(points)

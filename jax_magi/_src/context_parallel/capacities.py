@@ -43,12 +43,18 @@ class Capacities:
   whole_rows: tuple[int, ...] | None = None
   orders: tuple[Order | None, Order | None] = (None, None)
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for name in ("slices", "runs", "overlap_degree"):
       check_length(name, getattr(self, name))
-    for rows in (*self.rows, *(self.whole_rows or ())):
-      check_length("rows", rows)
-    if not all(isinstance(hop, Hop) for hops in self.hops for hop in hops):
+    for name, rows in (("rows", self.rows), ("whole_rows", self.whole_rows or ())):
+      if not isinstance(rows, tuple):
+        raise ValueError(f"{name} must be a tuple, one number for each transfer, got {rows!r}")
+      for size in rows:
+        check_length(name, size)
+    transfers = self.hops if isinstance(self.hops, tuple) else (None,)
+    if not all(
+      isinstance(hops, tuple) and all(isinstance(hop, Hop) for hop in hops) for hops in transfers
+    ):
       raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
 
   def __or__(self, other: Capacities) -> Capacities:

@@ -41,7 +41,7 @@ def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -
     pad_value = _check_pad_value(pad_value, x.dtype)
   widths = [(0, padding)] + [(0, 0)] * (x.ndim - 1)
 
-  def fun(x, chunks):
+  def fun(x: Any, chunks: Any) -> Any:
     padded = xp.pad(x, widths, constant_values=pad_value) if padding else x
     blocks = padded.reshape(chunks.size, chunk_size, *x.shape[1:])
     return xp.take(blocks, chunks.reshape(-1), axis=0).reshape(padded.shape)
@@ -62,7 +62,7 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
     return _of_key_data(undispatch, x, key, role)
   xp = _library(x, chunks)
 
-  def fun(x, chunks):
+  def fun(x: Any, chunks: Any) -> Any:
     blocks = x.reshape(chunks.size, chunk_size, *x.shape[1:])
     return xp.take(blocks, xp.argsort(chunks.reshape(-1)), axis=0).reshape(x.shape)[:length]
 
@@ -102,7 +102,7 @@ def roll(
   if chunks.shape[0] == key.spec.cp_size and x.shape[0] == chunks.size * chunk_size:
     xp = _library(x, chunks)
 
-    def fun(x, key):
+    def fun(x: Any, key: DistAttnKey) -> Any:
       return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
 
     return _on_mesh(fun, x, key, x.shape[0])
@@ -166,10 +166,10 @@ def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
 
 
 def _is_prng_key(x: Any) -> bool:
-  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _of_key_data(fun: Callable, x: Any, key: DistAttnKey, role: str) -> Any:
+def _of_key_data(fun: Callable[..., Any], x: Any, key: DistAttnKey, role: str) -> Any:
   """PRNG keys in another order; those of padding are made of zeros."""
   data = fun(jax.random.key_data(x), key, role=role)
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -177,14 +177,18 @@ def _of_key_data(fun: Callable, x: Any, key: DistAttnKey, role: str) -> Any:
 
 def _check_pad_value(value: Any, dtype: Any) -> Any:
   """A value that rows of this dtype can hold: `xp.pad` would truncate 0.5 to an integer."""
-  if isinstance(value, jax.core.Tracer) or not jnp.issubdtype(dtype, jnp.integer):
+  if isinstance(value, jax.core.Tracer):
     return value
-  if np.ndim(value) != 0 or int(value) != value:
-    raise ValueError(f"pad_value must be one {dtype}, as x is, got {value!r}")
+  found = np.asarray(value)
+  is_number = found.dtype == bool or jnp.issubdtype(found.dtype, jnp.number)
+  is_exact = not jnp.issubdtype(dtype, jnp.inexact)
+  with np.errstate(invalid="ignore"):
+    if found.ndim != 0 or not is_number or (is_exact and found.astype(dtype) != found):
+      raise ValueError(f"pad_value must be one {dtype}, as x is, got {value!r}")
   return value
 
 
-def _on_mesh(fun: Callable, x: Any, key: Any, length: int) -> Any:
+def _on_mesh(fun: Callable[..., Any], x: Any, key: Any, length: int) -> Any:
   """`fun(x, key)`, of this length, for arrays that may be split over Explicit axes."""
   if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, key))):
     return fun(x, key)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -129,7 +130,9 @@ class Transfer:
     with self._scope(hop, is_exposed):
       return move_back(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
-  def added(self, hop: int, parts: Sequence[Any], back: Any, deterministic: bool) -> tuple:
+  def added(
+    self, hop: int, parts: Sequence[Any], back: Any, deterministic: bool
+  ) -> tuple[Any, ...]:
     """The parts that a hop took from, with what came back added in float32."""
     *parts, last = parts
     back = back.astype(last.dtype)
@@ -154,7 +157,9 @@ class Transfer:
       begin += length
     return tuple(totals)
 
-  def _summed(self, hop, total, index, back, deterministic):
+  def _summed(
+    self, hop: int, total: jax.Array, index: jax.Array, back: jax.Array, deterministic: bool
+  ) -> jax.Array:
     """Each row of what came back, added to the one that it is the gradient of."""
     if not deterministic:
       return total.at[index].add(back, mode="drop")
@@ -163,7 +168,7 @@ class Transfer:
     place = np.arange(len(index), dtype=np.int32)
     blocks = jnp.asarray(begins)
 
-    def add(block, total):
+    def add(block: jax.Array, total: jax.Array) -> jax.Array:
       is_of_block = (blocks[block] <= place) & (place < blocks[block + 1])
       mine = jnp.where(is_of_block & (index < NOWHERE), index, NOWHERE + place)
       return total.at[mine].add(back, mode="drop", unique_indices=True)

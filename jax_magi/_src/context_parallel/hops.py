@@ -153,7 +153,9 @@ def move_back(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> 
   return _exchanged(hop, ranks, axis_name, sent, sizes, is_back=True)
 
 
-def _exchanged(hop, ranks, axis_name, sent, sizes, *, is_back):
+def _exchanged(
+  hop: Hop, ranks: Ranks, axis_name: str, sent: jax.Array, sizes: jax.Array, *, is_back: bool
+) -> jax.Array:
   if hop.kind == "permute":
     begins = block_begins(hop, ranks)
     return jnp.concatenate(
@@ -166,12 +168,12 @@ def _exchanged(hop, ranks, axis_name, sent, sizes, *, is_back):
     )
   groups = ranks.groups(hop.level)
 
-  def padded(sent, sizes):
+  def padded(sent: jax.Array, sizes: jax.Array) -> jax.Array:
     del sizes
     blocks = sent.reshape(-1, hop.rows[0], *sent.shape[1:])
     return lax.all_to_all(blocks, axis_name, 0, 0, axis_index_groups=groups).reshape(sent.shape)
 
-  def exact(sent, sizes):
+  def exact(sent: jax.Array, sizes: jax.Array) -> jax.Array:
     sizes = sizes[::-1] if is_back else sizes
     index = ranks.index(hop.level, lax.axis_index(axis_name))
     return _ragged(sent, sizes, index, hop.rows[0], axis_name, groups)
@@ -179,17 +181,19 @@ def _exchanged(hop, ranks, axis_name, sent, sizes, *, is_back):
   if hop.kind == "all_to_all":
     return padded(sent, sizes)
 
-  def ragged(sent, sizes):
+  def ragged(sent: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.platform_dependent(sent, sizes, **{HOPPER.platform: exact, "default": padded})
 
   return _with_rows_of_batch(ragged)(sent, sizes)
 
 
-def _ragged(sent, sizes, index, capacity, axis_name, groups):
+def _ragged(
+  sent: jax.Array, sizes: jax.Array, index: Any, capacity: int, axis_name: str, groups: Any
+) -> jax.Array:
   """Blocks to blocks by `ragged_all_to_all`, each in several updates."""
   steps = np.arange(_UPDATES, dtype=np.int32)[None]
 
-  def updates(sizes):
+  def updates(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`[group size, updates]`: where each begins in its block, and its length."""
     length = (sizes + (_UPDATES - 1)) // _UPDATES
     begins = jnp.minimum(steps * length[:, None], sizes[:, None])
@@ -221,12 +225,14 @@ def _with_rows_of_batch(fun: Any, num_mapped: int = 0) -> Any:
   exchange = custom_vmap(fun)
 
   @exchange.def_vmap
-  def _(axis_size, is_mapped, rows, tables):
+  def _(
+    axis_size: int, is_mapped: list[bool], rows: jax.Array, tables: jax.Array
+  ) -> tuple[jax.Array, bool]:
     if not is_mapped[1]:
       place = num_mapped + 1
       return jnp.moveaxis(exchange(jnp.moveaxis(rows, 0, place), tables), place, 0), True
 
-    def mapped(x, is_mapped):
+    def mapped(x: jax.Array, is_mapped: bool) -> jax.Array:
       return x if is_mapped else jnp.broadcast_to(x[None], (axis_size, *x.shape))
 
     over_batch = _with_rows_of_batch(jax.vmap(fun), num_mapped + 1)

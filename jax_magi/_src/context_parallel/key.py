@@ -12,11 +12,11 @@ from jax_magi._src.arguments import concrete
 from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check_room, rounded
 from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import Ranks
-from jax_magi._src.context_parallel.links import Links
+from jax_magi._src.context_parallel.links import Links, check_links
 from jax_magi._src.context_parallel.plan import Plan, to_table
 from jax_magi._src.context_parallel.plot import plot_plan
 from jax_magi._src.context_parallel.predict import Prediction, predict, stage_seconds
-from jax_magi._src.context_parallel.routes import NOWHERE
+from jax_magi._src.context_parallel.routes import NOWHERE, Runs
 from jax_magi._src.context_parallel.stats import PlanStats, pair_rows, stats_of
 from jax_magi._src.masks.slices import area_of
 
@@ -85,7 +85,7 @@ class DistAttnKey:
       links: speeds; None is those of H200 nodes.
       keep_remote_kv: as in `calc_attn`.
     """
-    links = links or Links()
+    links = check_links(links)
     spec = self.spec
     areas = self.areas(is_forward=True), self.areas()
     is_merged = bool(spec.overlap_degree) and self.whole_slices is None
@@ -152,11 +152,11 @@ def make_key(
     capacities,
   )
 
-  def slice_table(slices):
+  def slice_table(slices: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     table = to_table(*slices, n * plan.num_stages, capacities.slices, 0)
     return table.reshape(n, plan.num_stages, capacities.slices, 6)
 
-  def run_table(runs):
+  def run_table(runs: Runs) -> np.ndarray:
     return _run_table(runs, n * num_transfers, capacities.runs).reshape(n, num_transfers, -1, 4)
 
   whole = plan.whole
@@ -179,10 +179,10 @@ def make_key(
 def _needed_capacities(plan: Plan) -> Capacities:
   n = plan.ranks.count
 
-  def most(group, count):
+  def most(group: np.ndarray, count: int) -> int:
     return int(np.bincount(group, minlength=count).max(initial=0))
 
-  def most_rows(num_rows):
+  def most_rows(num_rows: np.ndarray) -> tuple[int, ...]:
     return tuple(num_rows.max(axis=0, initial=0).tolist())
 
   whole = plan.whole
@@ -199,7 +199,7 @@ def _needed_capacities(plan: Plan) -> Capacities:
   )
 
 
-def _run_table(runs, num_groups: int, capacity: int) -> np.ndarray:
+def _run_table(runs: Runs, num_groups: int, capacity: int) -> np.ndarray:
   """Runs of each group, after one that says that there is nothing unless others say so."""
   group, columns = runs
   groups = np.concatenate([np.arange(num_groups), group])
@@ -244,12 +244,12 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
   if dataclasses.replace(have | capacities, orders=capacities.orders) != capacities:
     raise ValueError(f"the key has {have}, which {capacities} has no room for")
 
-  def fill(table, capacity, value):
+  def fill(table: np.ndarray, capacity: int, value: int) -> np.ndarray:
     widths = [(0, 0)] * table.ndim
     widths[-2] = (0, capacity - table.shape[-2])
     return np.pad(table, widths, constant_values=value)
 
-  def fill_runs(table):
+  def fill_runs(table: np.ndarray) -> np.ndarray:
     filled = fill(table, capacities.runs, NOWHERE)
     filled[..., table.shape[-2] :, [0, 2]] = 0
     return filled

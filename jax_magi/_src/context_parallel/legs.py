@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +36,13 @@ class Rows:
   local: np.ndarray
   transfer: np.ndarray
 
-  def __getitem__(self, index) -> Rows:
+  def __getitem__(self, index: Any) -> Rows:
     return Rows(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
 
-def legs_of(rows: Rows, k_local, ranks: Ranks, levels: Sequence[str], num_transfers) -> list[Leg]:
+def legs_of(
+  rows: Rows, k_local: int, ranks: Ranks, levels: Sequence[str], num_transfers: int
+) -> list[Leg]:
   """The parts of the way of all rows, one for each level."""
   if levels == (ALL,):
     return [Leg(ALL, ranks, k_local, num_transfers, rows, rows.owner, rows.rank)]
@@ -65,7 +68,16 @@ class Leg:
   hops: list[Hop | None]
   first_block: np.ndarray
 
-  def __init__(self, level, ranks: Ranks, k_local, num_transfers, rows: Rows, sender, receiver):
+  def __init__(
+    self,
+    level: str,
+    ranks: Ranks,
+    k_local: int,
+    num_transfers: int,
+    rows: Rows,
+    sender: np.ndarray,
+    receiver: np.ndarray,
+  ) -> None:
     self.level, self.ranks, self.num_transfers = level, ranks, num_transfers
     self.sender, self.receiver = sender, receiver
     # Those of different nodes do not touch: they are not sent as one range.
@@ -79,11 +91,11 @@ class Leg:
     self._sizes = ends - self._begins
     self._places = starts_within(self._groups, self._sizes)
 
-  def index(self, rank):
+  def index(self, rank: Any) -> Any:
     """The place of ranks in their groups."""
     return self.ranks.index(self.level, rank)
 
-  def _group(self, sender, transfer, receiver):
+  def _group(self, sender: np.ndarray, transfer: np.ndarray, receiver: np.ndarray) -> np.ndarray:
     size = self.ranks.group_size(self.level)
     return (sender * self.num_transfers + transfer) * size + self.index(receiver)
 
@@ -92,7 +104,7 @@ class Leg:
     shape = self.ranks.count, self.num_transfers, self.ranks.group_size(self.level)
     return np.bincount(self._groups, self._sizes, math.prod(shape)).astype(np.int64).reshape(shape)
 
-  def content(self):
+  def content(self) -> tuple[np.ndarray, ...]:
     """Sender, transfer, the receiver's index, row, size and place of each range that is sent."""
     group, receiver = np.divmod(self._groups, self.ranks.group_size(self.level))
     sender, transfer = np.divmod(group, self.num_transfers)
@@ -102,7 +114,9 @@ class Leg:
     """bool `[num_transfers]`: whether it is an all-gather."""
     return np.array([hop is not None and hop.kind == "all_gather" for hop in self.hops])
 
-  def block(self, transfer, sender, receiver, *, is_sent: bool):
+  def block(
+    self, transfer: np.ndarray, sender: np.ndarray, receiver: np.ndarray, *, is_sent: bool
+  ) -> np.ndarray:
     """The block of what is sent, or of what arrives, from the indices of both in their group."""
     block = receiver.copy() if is_sent else sender.copy()
     for t, hop in enumerate(self.hops):
@@ -112,7 +126,9 @@ class Leg:
         block = np.where(transfer == t, number[(receiver - sender) % len(number)], block)
     return block
 
-  def arrived(self, sender, receiver, transfer, row) -> np.ndarray:
+  def arrived(
+    self, sender: np.ndarray, receiver: np.ndarray, transfer: np.ndarray, row: np.ndarray
+  ) -> np.ndarray:
     """int64 `[n, 2]`: block and place, at the receiver, of rows that came from the sender."""
     block = self.first_block[transfer] + self.block(
       transfer, self.index(sender), self.index(receiver), is_sent=False

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+from jax_magi._src.arguments import check_number
 
 # Of the operations of both passes: two products forward, five backward.
 FORWARD_SHARE = 2 / 7
@@ -37,6 +40,17 @@ class Links:
   stage_seconds: tuple[float, float] = (0.05e-3, 0.2e-3)
   merge_seconds: float = 0.1e-3
 
+  def __post_init__(self) -> None:
+    for name in ("near", "far", "row_bytes", "grad_row_bytes", "pair_seconds"):
+      if (value := check_number(name, getattr(self, name))) <= 0.0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    if not isinstance(self.stage_seconds, tuple) or len(self.stage_seconds) != 2:
+      raise ValueError(f"stage_seconds must be (forward, backward), got {self.stage_seconds!r}")
+    times = [("latency", self.latency), ("merge_seconds", self.merge_seconds)]
+    for name, seconds in (*times, *(("stage_seconds", x) for x in self.stage_seconds)):
+      if check_number(name, seconds) < 0.0:
+        raise ValueError(f"{name} must not be negative, got {seconds}")
+
   @property
   def near_row(self) -> float:
     """A row that moves inside a node, twice forward and once back, in pairs computed meanwhile."""
@@ -50,3 +64,12 @@ class Links:
   @property
   def _moved_bytes(self) -> float:
     return 2 * self.row_bytes + self.grad_row_bytes
+
+
+def check_links(links: Any) -> Links:
+  """The caller's, or those of H200 nodes for None."""
+  if links is None:
+    return Links()
+  if not isinstance(links, Links):
+    raise ValueError(f"links must be Links or None, got {links!r}")
+  return links

@@ -47,7 +47,9 @@ def merged(group: np.ndarray, slices: np.ndarray) -> tuple[np.ndarray, np.ndarra
       return group, slices
 
 
-def _merged_along(near: int, far: int, group: np.ndarray, s: np.ndarray):
+def _merged_along(
+  near: int, far: int, group: np.ndarray, s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
   """Merges along the axis whose ranges begin in column `near`; `far` is the other axis."""
   order = np.lexsort((s[:, near], s[:, far + 1], s[:, far], group))
   group, s = group[order], s[order]

@@ -15,7 +15,7 @@ from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities
 from jax_magi._src.context_parallel.chunks import Dispatch, num_chunks
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import DistAttnKey, check_key, make_key
-from jax_magi._src.context_parallel.links import Links
+from jax_magi._src.context_parallel.links import Links, check_links
 from jax_magi._src.context_parallel.plan import Plan, assign_by_area, make_plan
 from jax_magi._src.context_parallel.predict import best_orders, predict, stage_seconds
 from jax_magi._src.context_parallel.routes import levels_of
@@ -100,7 +100,7 @@ def magi_attn_flex_key(
     count = num_chunks(mask.k_len, size, cp_size)
     keys = Dispatch(mask.k_len, size, cp_size, assignment.contiguous(count, cp_size))
   ranks = check_ranks(cp_size, ranks_per_node)
-  links = _check_links(links)
+  links = check_links(links)
   sides = [(x, keys or x) for x in _dispatches(mask, ranks, chunk_size, dispatch, keys, links)]
   return _plan_key(mask, sides, overlap_degree, capacities, transport, ranks, links)
 
@@ -154,9 +154,9 @@ def key_for_new_mask(
 
   Args:
     key: says which rank has which tokens.
-    q_ranges: as in `magi_attn_flex_key`; so the next two.
-    k_ranges: see above.
-    attn_type_map: see above.
+    q_ranges: int `[n, 2]`, or an `AttentionMask`.
+    k_ranges: int `[n, 2]`.
+    attn_type_map: int `[n]` of `MaskType`; None is FULL.
     overlap_degree: as in `magi_attn_flex_key`; None is that of `key`, chosen as freely as there.
     capacities: as in `magi_attn_flex_key`; so the next two.
     transport: see above.
@@ -179,10 +179,12 @@ def key_for_new_mask(
     was_free = spec.capacities.orders != (None, None)
     degree = (spec.overlap_degree,) if was_free else spec.overlap_degree
   sides = [(queries, keys)]
-  return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, _check_links(links))
+  return _plan_key(mask, sides, degree, capacities, transport, spec.ranks, check_links(links))
 
 
-def _as_mask(q_ranges, k_ranges, attn_type_map, q_len, k_len) -> AttentionMask:
+def _as_mask(
+  q_ranges: Any, k_ranges: Any, attn_type_map: Any, q_len: Any, k_len: Any
+) -> AttentionMask:
   """A concrete mask."""
   if isinstance(q_ranges, AttentionMask):
     if k_ranges is not None or attn_type_map is not None:
@@ -225,14 +227,6 @@ def _check_total(name: str, length: Any, cu_name: str, cu_seqlens: Any) -> None:
     raise ValueError(f"{name} must be at least the {cu[-1]} tokens of {cu_name}, got {length}")
 
 
-def _check_links(links: Any) -> Links:
-  if links is None:
-    return Links()
-  if not isinstance(links, Links):
-    raise ValueError(f"links must be Links or None, got {links!r}")
-  return links
-
-
 def _check_positive(name: str, value: Any) -> int:
   value = check_length(name, value)
   if value == 0:
@@ -266,7 +260,14 @@ def check_ranks(cp_size: int, per_node: Any) -> Ranks:
   return Ranks(cp_size, per_node)
 
 
-def _dispatches(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> list[Dispatch]:
+def _dispatches(
+  mask: AttentionMask,
+  ranks: Ranks,
+  chunk_size: Any,
+  dispatch: Any,
+  keys: Dispatch | None,
+  links: Links,
+) -> list[Dispatch]:
   """Queries over ranks, in ways to choose from; and keys too, if `keys` is None."""
   length, cp_size = mask.q_len, ranks.count
   if not isinstance(dispatch, str):
@@ -277,7 +278,8 @@ def _dispatches(mask, ranks: Ranks, chunk_size, dispatch, keys, links) -> list[D
   check_choice("dispatch", dispatch, ("area", "zigzag", "contiguous"))
   if dispatch == "area":
     size = _chunk_size("total_seqlen", chunk_size, length, cp_size)
-    slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
+    slices = np.asarray(mask.slices)
+    slices = slices[area_of(slices) > 0].astype(np.int64)
     ways = assign_by_area(slices, length, size, cp_size, keys, links, ranks.per_node)
     return [Dispatch(length, size, cp_size, way) for way in ways]
   blocks = 2 if dispatch == "zigzag" else 1
@@ -319,7 +321,13 @@ def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dis
 
 
 def _plan_key(
-  mask, sides, overlap_degree, capacities, transport, ranks: Ranks, links
+  mask: AttentionMask,
+  sides: list[tuple[Dispatch, Dispatch]],
+  overlap_degree: Any,
+  capacities: Any,
+  transport: Any,
+  ranks: Ranks,
+  links: Links,
 ) -> DistAttnKey:
   """The key of the plan that is predicted to finish first, of several dispatches and degrees."""
   check_choice("transport", transport, ("auto", *TRANSPORTS))

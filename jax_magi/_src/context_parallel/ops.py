@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
-from jax_magi._src.context_parallel.exchange import transfers_of
+from jax_magi._src.attention.kernel_call import AttentionConfig
+from jax_magi._src.context_parallel.exchange import Transfer, transfers_of
 from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.schedule import (
+  Step,
   num_parts_of,
   part_of_rows,
   side_by_side,
@@ -28,13 +30,16 @@ from jax_magi._src.context_parallel.schedule import (
 from jax_magi._src.optim.statistics import reduce_max_logits
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 
+# Keys and values of each stage, by its number.
+Stages = dict[int, tuple[jax.Array, jax.Array]]
+
 
 @dataclasses.dataclass(frozen=True)
 class RankConfig:
   """What is static about a call."""
 
-  forward: ops.AttentionConfig
-  backward: ops.AttentionConfig
+  forward: AttentionConfig
+  backward: AttentionConfig
   axis_name: str
   keep_remote_kv: bool = False
   kernel_barrier: bool = False
@@ -43,7 +48,9 @@ class RankConfig:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rank_attention(config: RankConfig, q, k, v, key: DistAttnKey, sink):
+def rank_attention(
+  config: RankConfig, q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey, sink: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """out, lse and max_logits of a rank's queries.
 
   Args:
@@ -61,15 +68,17 @@ def rank_attention(config: RankConfig, q, k, v, key: DistAttnKey, sink):
   return _forward_on_mesh(config, q, k, v, key, sink)[0]
 
 
-def _forward_on_mesh(config: RankConfig, *operands):
+def _forward_on_mesh(
+  config: RankConfig, *operands: Any
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Stages | None]:
   """`_forward` for heads that may be split over Explicit axes, and stages only if they are kept."""
   q, k, _, key, _ = operands
 
-  def fun(*operands):
+  def fun(*operands: Any) -> Any:
     results, stages = _forward(config, *operands)
     return results, stages if config.keep_remote_kv else None
 
-  def out_specs():
+  def out_specs() -> Any:
     (_, q_heads, _), (_, kv_heads, _) = spec_of(q), spec_of(k)
     kept = {stage: (P(None, kv_heads),) * 2 for stage in range(key.spec.overlap_degree + 1)}
     results = P(None, q_heads), P(None, q_heads), P(q_heads)
@@ -78,7 +87,9 @@ def _forward_on_mesh(config: RankConfig, *operands):
   return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
-def _forward(config: RankConfig, q, k, v, key, sink):
+def _forward(
+  config: RankConfig, q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey, sink: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Stages]:
   both = _joined(k, v)
   transfers = transfers_of(key, config.axis_name)
   stages = {0: (k, v)}
@@ -91,7 +102,7 @@ def _forward(config: RankConfig, q, k, v, key, sink):
   steps = steps_of([len(transfer.hops) for transfer in transfers], key.spec.capacities.orders[0])
   last_kernel = [step for step in steps if step.stage >= 0][-1]
 
-  def attend(step, running, slices):
+  def attend(step: Step, running: Any, slices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The results of all steps up to this one; `running` are those of the steps before it."""
     operands = (q, *stages[step.stage], slices, sink)
     # Where results of several calls are merged, the last call rounds them.
@@ -134,7 +145,7 @@ def _forward(config: RankConfig, q, k, v, key, sink):
   return (out, lse, max_logits), {0: stages[0], **kept}
 
 
-def _casts(step, transfers, parts):
+def _casts(step: Step, transfers: list[Transfer], parts: list[Any]) -> tuple[list[Any], list[Any]]:
   """The moves of a step that bring keys, and what each sends."""
   moves, sent = [], []
   for stage, hop in step.casts:
@@ -144,7 +155,9 @@ def _casts(step, transfers, parts):
   return moves, sent
 
 
-def _arrive(step, transfers, parts, arrived):
+def _arrive(
+  step: Step, transfers: list[Transfer], parts: list[Any], arrived: list[Any]
+) -> list[int]:
   """Adds what a step brought to `parts`, and returns the stages all of whose keys are there."""
   stages = []
   for (stage, hop), rows in zip(step.casts, arrived, strict=False):
@@ -154,17 +167,21 @@ def _arrive(step, transfers, parts, arrived):
   return stages
 
 
-def _rank_attention_fwd(config: RankConfig, q, k, v, key, sink):
+def _rank_attention_fwd(
+  config: RankConfig, q: jax.Array, k: jax.Array, v: jax.Array, key: DistAttnKey, sink: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
   (out, lse, max_logits), kept = _forward_on_mesh(config, q, k, v, key, sink)
   out, lse = map(checkpoint_name, (out, lse), ops.CHECKPOINT_NAMES)
   return (out, lse, max_logits), (q, k, v, key, sink, out, lse, kept)
 
 
-def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
+def _rank_attention_bwd(
+  config: RankConfig, residuals: tuple[Any, ...], cotangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
   q, k, v, _, sink, *_ = residuals
   operands = (*residuals, *cotangents[:2])
 
-  def out_specs():
+  def out_specs() -> Any:
     return tuple(map(spec_of, (q, k, v, sink)))
 
   fun = functools.partial(_backward, config)
@@ -172,7 +189,19 @@ def _rank_attention_bwd(config: RankConfig, residuals, cotangents):
   return dq, dk, dv, None, dsink
 
 
-def _backward(config: RankConfig, q, k, v, key, sink, out, lse, kept, dout, dlse):
+def _backward(
+  config: RankConfig,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  key: DistAttnKey,
+  sink: jax.Array,
+  out: jax.Array,
+  lse: jax.Array,
+  kept: Stages | None,
+  dout: jax.Array,
+  dlse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   # Of all keys, whichever rank they came from.
   row_delta = ops.delta(out, lse, dout, dlse)
   dsink = -jnp.sum(ops.sink_probability(sink[None], lse[None])[0] * row_delta, axis=0)
@@ -194,7 +223,16 @@ def _backward(config: RankConfig, q, k, v, key, sink, out, lse, kept, dout, dlse
   return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsink
 
 
-def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept):
+def _staged_backward(
+  config: RankConfig,
+  queries: tuple[jax.Array, ...],
+  k: jax.Array,
+  v: jax.Array,
+  dq: jax.Array,
+  key: DistAttnKey,
+  transfers: list[Transfer],
+  kept: Stages | None,
+) -> tuple[jax.Array, jax.Array]:
   """The sum of dq, and dk and dv as one array of rows; the steps of `steps_of` tell the order."""
   both = _joined(k, v)
   stages: dict[int, tuple[Any, Any]] = dict(kept or {0: (k, v)})
@@ -251,11 +289,18 @@ def _staged_backward(config: RankConfig, queries, k, v, dq, key, transfers, kept
   return dq, _sum(dk_dv, jnp.concatenate(gradients[0]))
 
 
-def _sum(total, x):
+def _sum(total: jax.Array | None, x: jax.Array) -> jax.Array:
   return x if total is None else total + x
 
 
-def _stage_backward(config: RankConfig, queries, k, v, dq, slices):
+def _stage_backward(
+  config: RankConfig,
+  queries: tuple[jax.Array, ...],
+  k: jax.Array,
+  v: jax.Array,
+  dq: jax.Array,
+  slices: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
   """The sum of dq with the stage's added, and float32 dk and dv as one array of rows."""
   q, dout, lse, row_delta = queries
   operands = (x[None] for x in (q, k, v, dout, lse, row_delta, slices))
@@ -266,14 +311,14 @@ def _stage_backward(config: RankConfig, queries, k, v, dq, slices):
 rank_attention.defvjp(_rank_attention_fwd, _rank_attention_bwd)
 
 
-def _joined(k, v):
+def _joined(k: jax.Array, v: jax.Array) -> jax.Array:
   """One array of rows, so that keys and values travel together."""
   # Of a part of a stage there may be no rows, of which -1 has no size.
   rows = [x.reshape(x.shape[0], x.shape[1] * x.shape[2]) for x in (k, v)]
   return jnp.concatenate(rows, axis=1)
 
 
-def _parted(rows, k, v):
+def _parted(rows: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The inverse of `_joined`, for any number of rows."""
   width = k.shape[1] * k.shape[2]
   return (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Pieces:
   begin: np.ndarray
   q_shift: np.ndarray
 
-  def __getitem__(self, index) -> Pieces:
+  def __getitem__(self, index: Any) -> Pieces:
     return Pieces(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
   def cut_in_chunks(self, size: int) -> Pieces:

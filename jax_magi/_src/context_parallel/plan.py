@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from jax_magi._src.context_parallel import assignment
+from jax_magi._src.context_parallel.assignment_cost import Units
 from jax_magi._src.context_parallel.assignment_pack import document_begins
 from jax_magi._src.context_parallel.chunks import Dispatch, num_chunks
 from jax_magi._src.context_parallel.hops import Hop, Ranks
@@ -65,7 +66,7 @@ def assign_by_area(
   count = num_chunks(q_len, chunk_size, cp_size)
   pieces, _, chunk = cut_by_chunks(slices, chunk_size)
   work = np.bincount(chunk, area_of(pieces), count)
-  units = assignment.Units.of_chunks(work, chunk_size, chunk, *key_ranges(pieces))
+  units = Units.of_chunks(work, chunk_size, chunk, *key_ranges(pieces))
   owners = documents = None
   if keys is not None:
     owners = np.arange(keys.num_chunks + 1) * keys.chunk_size, keys.ranks
@@ -203,7 +204,9 @@ def make_plan(
   )
 
 
-def _gathers(rows: Rows, k_local: int, ranks: Ranks, transport: str, given) -> bool:
+def _gathers(
+  rows: Rows, k_local: int, ranks: Ranks, transport: str, given: tuple[tuple[Hop, ...], ...] | None
+) -> bool:
   """Whether whole parts of all ranks' rows move, at least between nodes."""
   if given is not None:
     return any(hop.kind == "all_gather" for hops in given for hop in hops)
@@ -218,7 +221,7 @@ def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
     return "all_to_all"
   moved = moved_by_transport(rows, k_local, ranks)
 
-  def cost(transport):
+  def cost(transport: str) -> float:
     far, near = moved[transport]
     return max(far * links.far_row, near * links.near_row)
 
@@ -226,7 +229,9 @@ def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
   return "all_gather" if NEARLY_ALL * cost("all_gather") <= cost(best) else best
 
 
-def to_table(group: np.ndarray, columns: np.ndarray, num_groups: int, capacity: int, fill: int):
+def to_table(
+  group: np.ndarray, columns: np.ndarray, num_groups: int, capacity: int, fill: int
+) -> np.ndarray:
   """int32 `[num_groups, capacity, columns]`: sorted groups side by side, filled up with `fill`."""
   table = np.full((num_groups, capacity, columns.shape[1]), fill, np.int32)
   counts = np.bincount(group, minlength=num_groups)

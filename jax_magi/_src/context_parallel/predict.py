@@ -157,7 +157,7 @@ class _Timeline:
     hops: Sequence[Sequence[Hop]],
     links: Links,
     row_bytes: tuple[int, int],
-  ):
+  ) -> None:
     self._ranks, self._hops, self._links, self._row_bytes = ranks, hops, links, row_bytes
     self._now = np.zeros(ranks.count)
     self.kernels = np.zeros(ranks.count)

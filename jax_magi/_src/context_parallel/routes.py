@@ -168,7 +168,9 @@ def _in_order(rows: Rows, ranks: Ranks, levels: Sequence[str], count: int) -> Ro
   return dataclasses.replace(rows, transfer=transfer)
 
 
-def _cut_at(rows: Rows, transfer: np.ndarray, group: np.ndarray, bound: np.ndarray):
+def _cut_at(
+  rows: Rows, transfer: np.ndarray, group: np.ndarray, bound: np.ndarray
+) -> tuple[Rows, np.ndarray, np.ndarray]:
   """Ranges cut in two where their group's bound lies inside."""
   at = bound[group] - rows.begin
   is_cut = (0 < at) & (at < rows.size)

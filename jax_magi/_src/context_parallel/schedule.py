@@ -42,10 +42,10 @@ _ROW_MULTIPLE = 128
 
 def side_by_side(
   done: Any,
-  kernel: Callable | None,
+  kernel: Callable[[Any, Any], Any] | None,
   running: Any,
   slices: Any,
-  moves: Sequence[Callable],
+  moves: Sequence[Callable[[Any], Any]],
   sent: Sequence[Any],
   *,
   with_barrier: bool,

@@ -75,7 +75,8 @@ def check_exchange(
 
 def _check_dtype(dtype: Any) -> np.dtype:
   choices = [np.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)]
-  if dtype is None or (found := np.dtype(dtype)) not in choices:
+  found: np.dtype = np.dtype(np.float32 if dtype is None else dtype)
+  if dtype is None or found not in choices:
     names = ", ".join(x.name for x in choices)
     raise ValueError(f"dtype must be one of {names}, got {dtype!r}")
   return found
@@ -112,7 +113,14 @@ def _tables(transports: Sequence[str], ranks: Ranks, rows: int, seed: int) -> li
   ]
 
 
-def _checks(mesh, axis_name, tables, width, dtype, rng) -> tuple[ExchangeCheck, ...]:
+def _checks(
+  mesh: Mesh,
+  axis_name: str,
+  tables: Sequence[Tables],
+  width: int,
+  dtype: np.dtype,
+  rng: np.random.Generator,
+) -> tuple[ExchangeCheck, ...]:
   width = min(width, max(2048 // mesh.shape[axis_name], 8))  # See above.
   counts = [compare(mesh, axis_name, found, width, dtype, rng) for found in tables]
   parts = {
@@ -138,7 +146,16 @@ def _place_in_report(transport: str, level: str, kind: str) -> tuple[int, int, s
   return TRANSPORTS.index(transport), (ALL, NODE, LOCAL).index(level), kind
 
 
-def _rates(mesh, axis_name, tables, ranks, rows, width, dtype, repeats):
+def _rates(
+  mesh: Mesh,
+  axis_name: str,
+  tables: Sequence[Tables],
+  ranks: Ranks,
+  rows: int,
+  width: int,
+  dtype: np.dtype,
+  repeats: int,
+) -> tuple[ExchangeRate, ...]:
   """Of every kind of hop that was checked."""
   hops: dict[tuple[str, str, str], Hop] = {}
   for found in tables:

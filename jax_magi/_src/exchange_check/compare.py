@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_magi._src.context_parallel.exchange import transfers_of
+from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.exchange_check import on_mesh
 from jax_magi._src.exchange_check.followed import buffer_rows
 from jax_magi._src.exchange_check.tables import Tables
@@ -80,10 +81,10 @@ def compare(
   return counts
 
 
-def _program(mesh: Mesh, axis_name: str) -> Callable:
+def _program(mesh: Mesh, axis_name: str) -> Callable[..., Any]:
   """All transfers of a key, both ways: the results of each direction."""
 
-  def step(x, gradients, key):
+  def step(x: jax.Array, gradients: Any, key: DistAttnKey) -> dict[str, list[jax.Array]]:
     transfers = transfers_of(key, axis_name)
     results = defaultdict(list)
     for transfer in transfers:
@@ -96,28 +97,29 @@ def _program(mesh: Mesh, axis_name: str) -> Callable:
   return on_mesh.on_ranks(mesh, axis_name, step)
 
 
-def _by_device(x: jax.Array, is_right: Callable) -> Iterator[tuple[Any, np.ndarray]]:
+def _by_device(x: jax.Array, is_right: Callable[..., Any]) -> Iterator[tuple[Any, np.ndarray]]:
   """Each local device, and for each of its rows whether it is right."""
   for shard in x.addressable_shards:
     begin, end, _ = shard.index[0].indices(x.shape[0])
     yield shard.device, is_right(np.asarray(shard.data), slice(begin, end))
 
 
-def _cast_check(x: np.ndarray, rows: np.ndarray) -> Callable:
+def _cast_check(x: np.ndarray, rows: np.ndarray) -> Callable[..., Any]:
   """Rows arrive bit by bit; what no row arrives at is zero."""
   rows = rows.reshape(-1)
   bits = np.dtype(f"u{x.dtype.itemsize}")
 
-  def is_right(got, places):
+  def is_right(got: np.ndarray, places: slice) -> np.ndarray:
     wanted = np.where((rows[places] >= 0)[:, None], x[rows[places]], np.zeros_like(x[:1]))
-    return (got.view(bits) == wanted.view(bits)).all(axis=1)
+    right: np.ndarray = np.all(got.view(bits) == wanted.view(bits), axis=1)
+    return right
 
   return is_right
 
 
 def _reduce_check(
   dx: np.ndarray, rows: np.ndarray, num_rows: int, num_hops: int, wire: np.dtype
-) -> Callable:
+) -> Callable[..., Any]:
   """Gradients are sums, as exact as float32 and the wire make them.
 
   Of m terms g, added in any order, each passes m - 1 additions at most, and is rounded once for
@@ -134,8 +136,9 @@ def _reduce_check(
   growth = np.expm1(additions * np.log1p(_FLOAT32) + roundings * np.log1p(_BFLOAT16))
   bound = growth[:, None] * size * _SLACK
 
-  def is_right(got, places):
-    error = np.abs(got.astype(np.float64) - total[places])
-    return (error <= bound[places]).all(axis=1)  # NaN is not.
+  def is_right(got: np.ndarray, places: slice) -> np.ndarray:
+    error: np.ndarray = np.abs(got.astype(np.float64) - total[places])
+    right: np.ndarray = np.all(error <= bound[places], axis=1)  # NaN is not.
+    return right
 
   return is_right

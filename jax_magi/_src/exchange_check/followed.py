@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def exchanged(
   return arrived
 
 
-def followed(runs: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]):
+def followed(runs: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Any:
   """Blocks of rows, as runs (to_block, to_place, from_block, from_place) say; -1 is nothing."""
   blocks = [np.full(size, -1) for size in sizes]
   rows = [run for run in runs.tolist() if run[1] < NOWHERE]

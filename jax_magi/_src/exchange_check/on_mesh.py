@@ -18,7 +18,7 @@ def split(x: Any, mesh: Mesh, axis_name: str) -> jax.Array:
   return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def on_ranks(mesh: Mesh, axis_name: str, step: Callable) -> Callable:
+def on_ranks(mesh: Mesh, axis_name: str, step: Callable[..., Any]) -> Callable[..., Any]:
   """A compiled function of each rank's parts."""
   return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(axis_name), out_specs=P(axis_name)))
 
@@ -33,7 +33,9 @@ def largest(mesh: Mesh, parts: Mapping[Any, np.ndarray]) -> np.ndarray:
   return _over_devices(mesh, parts, jnp.max)
 
 
-def _over_devices(mesh, parts, fun):
+def _over_devices(
+  mesh: Mesh, parts: Mapping[Any, np.ndarray], fun: Callable[..., Any]
+) -> np.ndarray:
   (shape,) = {part.shape for part in parts.values()}
   everywhere = NamedSharding(mesh, P())
   split_up = NamedSharding(mesh, P(mesh.axis_names))

@@ -59,7 +59,7 @@ def time_of(
   # Nobody sends to itself.
   sizes = np.where(index[:, None] == np.arange(group)[None], 0, hop.rows[0])
 
-  def step(sent, pairs):
+  def step(sent: jax.Array, pairs: Any) -> Any:
     moved = move_back if is_back else move
     return moved(hop, ranks, axis_name, sent, pairs[0])
 

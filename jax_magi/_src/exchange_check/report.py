@@ -181,7 +181,7 @@ def _directions(figures: Sequence[Any]) -> list[str]:
   return list(dict.fromkeys(x.direction for x in figures))
 
 
-def _grouped(figures: Sequence[Any], columns: Any) -> Iterator[tuple[Any, list]]:
+def _grouped(figures: Sequence[Any], columns: Any) -> Iterator[tuple[Any, list[Any]]]:
   for group, found in itertools.groupby(figures, key=columns):
     yield group, list(found)
 

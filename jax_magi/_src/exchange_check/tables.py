@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def make_tables(
   return [Tables(transport, _of_one_program(form)) for form in forms.values()]
 
 
-def _of_one_program(form) -> tuple[DistAttnKey, ...]:
+def _of_one_program(form: Any) -> tuple[DistAttnKey, ...]:
   """Keys that travel alike, with room for all."""
   room = functools.reduce(operator.or_, (capacities for _, capacities in form))
   return tuple(plan(capacities=room) for plan, _ in form)
@@ -92,7 +93,9 @@ def _random_order(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
   return rng.permutation(np.repeat(np.arange(num_ranks), _CHUNKS_OF_RANK))
 
 
-def _documents(rng, num_ranks, chunk_size):
+def _documents(
+  rng: np.random.Generator, num_ranks: int, chunk_size: int
+) -> tuple[AttentionMask, Any]:
   """Few rows to few ranks: documents are a quarter of a chunk, on average."""
   length = _length(num_ranks, chunk_size)
   cuts = np.sort(rng.integers(0, length + 1, 4 * _CHUNKS_OF_RANK * num_ranks - 1))
@@ -101,7 +104,7 @@ def _documents(rng, num_ranks, chunk_size):
   return AttentionMask.from_cu_seqlens(bounds, causal=is_causal), _random_order(rng, num_ranks)
 
 
-def _shared(rng, num_ranks, chunk_size):
+def _shared(rng: np.random.Generator, num_ranks: int, chunk_size: int) -> tuple[AttentionMask, Any]:
   """Few rows to all ranks, so that their gradients are sums: a quarter of each chunk."""
   length, size = _length(num_ranks, chunk_size), chunk_size // 4
   num_chunks = num_ranks * _CHUNKS_OF_RANK
@@ -113,12 +116,14 @@ def _shared(rng, num_ranks, chunk_size):
   return mask, _random_order(rng, num_ranks)
 
 
-def _everything(rng, num_ranks, chunk_size):
+def _everything(
+  rng: np.random.Generator, num_ranks: int, chunk_size: int
+) -> tuple[AttentionMask, Any]:
   """All rows to all ranks: between nodes, an all-gather takes the place of all_to_all."""
   return AttentionMask.full(_length(num_ranks, chunk_size)), _random_order(rng, num_ranks)
 
 
-def _window(rng, num_ranks, chunk_size):
+def _window(rng: np.random.Generator, num_ranks: int, chunk_size: int) -> tuple[AttentionMask, Any]:
   """Rows to the next rank alone: permutations take the place of all_to_all."""
   left = int(rng.integers(1, 2 * chunk_size))
   mask = AttentionMask.sliding_window(_length(num_ranks, chunk_size), left=left, right=0)

@@ -47,7 +47,9 @@ def cover(dense: np.ndarray, max_slices: int | None = None) -> np.ndarray | None
   return slices[np.lexsort((slices[:, 2], slices[:, 0]))]
 
 
-def _intervals(dense: np.ndarray, max_slices: int | None):
+def _intervals(
+  dense: np.ndarray, max_slices: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
   """Row, first key and one past the last key of each interval, in order."""
   q_len, k_len = dense.shape
   num_rows = max(_MAX_ELEMENTS // max(k_len, 1), 1)
@@ -61,11 +63,14 @@ def _intervals(dense: np.ndarray, max_slices: int | None):
       return None
     parts.append((first + row[::2], key[::2], key[1::2]))
   if not parts:
-    return (np.zeros(0, np.int64),) * 3
-  return tuple(np.concatenate(x) for x in zip(*parts, strict=True))
+    parts = [(np.zeros(0, np.int64),) * 3]
+  row, begin, end = (np.concatenate(x) for x in zip(*parts, strict=True))
+  return row, begin, end
 
 
-def _chains(row, begin, end, k_len):
+def _chains(
+  row: np.ndarray, begin: np.ndarray, end: np.ndarray, k_len: int
+) -> tuple[np.ndarray, np.ndarray]:
   """The intervals chain by chain, as an order of them; and where in it a chain begins."""
   place = row * (k_len + 1) + begin
   index = np.arange(len(row))
@@ -83,11 +88,12 @@ def _chains(row, begin, end, k_len):
   return order, (before == index)[order]
 
 
-def _cuts(is_head, begin_moves, end_moves):
+def _cuts(is_head: np.ndarray, begin_moves: np.ndarray, end_moves: np.ndarray) -> np.ndarray:
   """Where a chain needs another slice: its begin stays after it moved, or its end moves again."""
   could = np.append(False, (begin_moves[1:] < begin_moves[:-1]) | (end_moves[1:] > end_moves[:-1]))
   # The first of a chain has no move, and neither has the first after a cut.
   could &= ~(is_head | np.append(False, is_head[:-1]))
   starts = could & ~np.append(False, could[:-1])
   since = np.arange(len(could)) - np.maximum.accumulate(np.where(starts, np.arange(len(could)), 0))
-  return could & (since % 2 == 0)
+  is_cut: np.ndarray = could & (since % 2 == 0)
+  return is_cut

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.arguments import as_int32, check_length, check_position, concrete
-from jax_magi._src.masks.constructors import MaskConstructors
+from jax_magi._src.masks import constructors
 from jax_magi._src.masks.plot import plot_slices
 from jax_magi._src.masks.slices import (
   HI,
@@ -32,7 +32,7 @@ from jax_magi._src.transforms.explicit import unsplit
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AttentionMask(MaskConstructors):
+class AttentionMask:
   """Which keys each query sees: a list of banded rectangles ("slices").
 
   Pair (i, j) of query and key is visible iff some slice has
@@ -59,7 +59,7 @@ class AttentionMask(MaskConstructors):
   q_len: int
   k_len: int
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     set_field = object.__setattr__  # The class is frozen for its users.
     set_field(self, "q_len", check_length("q_len", self.q_len))
     set_field(self, "k_len", check_length("k_len", self.k_len))
@@ -71,14 +71,149 @@ class AttentionMask(MaskConstructors):
       slices.flags.writeable = False  # A change would not be checked, and equal masks stay so.
     set_field(self, "slices", slices)
 
+  # --- the ways to make one; `constructors.py` has their slices ---
+
+  @classmethod
+  def full(cls, q_len: int, k_len: int | None = None) -> Self:
+    """Every query sees every key."""
+    return cls.sliding_window(q_len, k_len, left=None, right=None)
+
+  @classmethod
+  def causal(cls, q_len: int, k_len: int | None = None, *, align: str = "bottom_right") -> Self:
+    """Each query sees the keys up to its own, which `align` defines: see `sliding_window`."""
+    return cls.sliding_window(q_len, k_len, left=None, right=0, align=align)
+
+  @classmethod
+  def sliding_window(
+    cls,
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    left: int | None,
+    right: int | None = 0,
+    align: str = "bottom_right",
+  ) -> Self:
+    """Each query sees `left` keys before its own and `right` after it; None is no limit.
+
+    With `align` "bottom_right", the last query's own key is the last one; with "top_left", the
+    first query's is the first one.
+    """
+    return cls(*constructors.sliding_window(q_len, k_len, left=left, right=right, align=align))
+
+  @classmethod
+  def from_ranges(
+    cls,
+    q_ranges: Any,
+    k_ranges: Any,
+    attn_type_map: Any = None,
+    *,
+    q_len: int | None = None,
+    k_len: int | None = None,
+  ) -> Self:
+    """One slice per pair of ranges.
+
+    Args:
+      q_ranges: int `[n, 2]`, half open.
+      k_ranges: int `[n, 2]`, half open.
+      attn_type_map: int `[n]` of `MaskType`; None is FULL.
+      q_len: number of queries; may be left out for concrete ranges (the largest end).
+      k_len: number of keys, likewise.
+    """
+    return cls(
+      *constructors.from_ranges(q_ranges, k_ranges, attn_type_map, q_len=q_len, k_len=k_len)
+    )
+
+  @classmethod
+  def from_dense(cls, dense: Any) -> Self:
+    """A mask that is given as booleans `[q_len, k_len]`, True is visible; they must be known.
+
+    Slices are made of the intervals of keys that rows see. What makes a slice is a run of rows
+    whose interval stays where it is, or widens, moves or narrows along the diagonal. A mask made of
+    few rectangles, triangles and bands thus has few slices; one without any order has up to one for
+    each interval of each row. It takes as long as reading the booleans a few times.
+    """
+    slices, q_len, k_len = constructors.from_dense(dense)
+    # Not by `cls`, which would compare each with each: they are disjoint as they were made.
+    slices.flags.writeable = False
+    return cls.tree_unflatten((q_len, k_len), (slices,))
+
+  @classmethod
+  def from_cu_seqlens(
+    cls,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    *,
+    causal: bool = False,
+    align: str = "bottom_right",
+    q_len: int | None = None,
+    k_len: int | None = None,
+  ) -> Self:
+    """Packed documents, given by cumulative lengths `[num_documents + 1]` that begin with 0.
+
+    `align` defines a query's own key where a document's queries and keys are not as many: see
+    `sliding_window`.
+    """
+    return cls(
+      *constructors.from_cu_seqlens(
+        cu_seqlens_q, cu_seqlens_k, causal=causal, align=align, q_len=q_len, k_len=k_len
+      )
+    )
+
+  @classmethod
+  def from_segment_ids(
+    cls,
+    ids: Any,
+    max_segments: int,
+    *,
+    kv_ids: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    align: str = "bottom_right",
+  ) -> Self:
+    """Packed documents, given by each token's document number; traced ids are welcome.
+
+    Tokens see the tokens of their own document. Each document's tokens must be contiguous; for
+    concrete ids that is checked. For traced ids it is not, and tokens with a number above
+    `max_segments` see nothing.
+
+    Args:
+      ids: int `[q_len]` in 0 .. max_segments; 0 is padding, which sees nothing.
+      max_segments: the number of slices (static). Traced ids above it cannot be an error, and a
+        mask cannot carry one: `dot_product_attention(segment_ids=)` makes results NaN instead.
+      kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
+      causal: keys after the query's own are hidden, inside each document.
+      window: (left, right), as in `sliding_window`, inside each document.
+      align: which is a query's own key, as in `sliding_window`, inside each document.
+    """
+    return cls(
+      *constructors.from_segment_ids(
+        ids, max_segments, kv_ids=kv_ids, causal=causal, window=window, align=align
+      )
+    )
+
+  @classmethod
+  def prefix_lm(cls, prefix_len: int, length: int) -> Self:
+    """The first `prefix_len` tokens see each other; the others see all tokens up to themselves."""
+    return cls(*constructors.prefix_lm(prefix_len, length))
+
+  @classmethod
+  def block_causal(cls, block_size: int, length: int) -> Self:
+    """Tokens see all blocks up to and including their own, whole."""
+    return cls(*constructors.block_causal(block_size, length))
+
+  @classmethod
+  def shared_question(cls, question_len: int, answer_lens: Any) -> Self:
+    """One question, then several answers that each see the question and themselves, causally."""
+    return cls(*constructors.shared_question(question_len, answer_lens))
+
   # --- pytree: slices are the leaf, lengths are static ---
 
-  def tree_flatten_with_keys(self):
+  def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[int, int]]:
     """For JAX."""
     return ((jax.tree_util.GetAttrKey("slices"), self.slices),), (self.q_len, self.k_len)
 
   @classmethod
-  def tree_unflatten(cls, lengths, leaves):
+  def tree_unflatten(cls, lengths: tuple[int, int], leaves: Any) -> Self:
     """For JAX. Leaves may be anything here, so nothing is checked."""
     mask = object.__new__(cls)
     for name, value in zip(("slices", "q_len", "k_len"), (*leaves, *lengths), strict=True):

@@ -124,11 +124,11 @@ def area_of(slices: Any) -> Any:
   width = xp.maximum(s[..., K_END] - s[..., K_BEGIN], 0)
   corner = s[..., K_BEGIN] - s[..., Q_BEGIN]
 
-  def triangle(n):
+  def triangle(n: Any) -> Any:
     n = xp.maximum(n, 0)
     return n * (n + 1) // 2
 
-  def pairs_up_to(x):  # Pairs with j - i <= x, counted from the rectangle's corner.
+  def pairs_up_to(x: Any) -> Any:  # Pairs with j - i <= x, counted from the rectangle's corner.
     x = xp.clip(x - corner, -height, width)
     return triangle(x + height) - triangle(x) - triangle(x + height - width) + triangle(x - width)
 

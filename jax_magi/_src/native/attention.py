@@ -32,77 +32,47 @@ _TILE_LIST = "jax_magi_attention_tile_list"
 TARGETS = (_FORWARD, _BACKWARD)
 INSTRUCTION_NAME = "ffi_call"
 
+# Operands that are added to the scaled logits.
+_TERMS = ("bias", "alibi_slopes")
+
 
 def plan_tiles(
-  backend: Backend,
-  q,
-  k,
-  v,
-  candidates: list[np.ndarray],
-  *,
-  softcap: float,
-  is_backward: bool,
-  deterministic: bool,
-  bias: Any = None,
-  alibi_slopes: Any = None,
-  wants: tuple[str, ...] = (),
+  backend: Backend, operands: dict[str, Any], candidates: list[np.ndarray], **options: Any
 ) -> tuple[np.ndarray, Any]:
   """What the kernels derive from a mask that is known when the call is traced.
 
   Args:
     backend: whose kernels are meant.
-    q: the call's operand, and so k and v.
-    k: see above.
-    v: see above.
+    operands: of the call, by name.
     candidates: slices `[num_slices, 6]` that show the same pairs, each in its own way.
-    softcap: as in `forward`.
-    is_backward: which of the two calls it is.
-    deterministic: as in `backward`.
-    bias: the call's operand, or None.
-    alibi_slopes: likewise.
-    wants: as in `backward`.
+    **options: of `_needs`.
 
   Returns:
     The slices that the kernels take the least time for, and what these need. Their `tile_list`
     serves any batch that shares them, and any number of kv heads. It may be empty: then the kernels
     need none.
   """
+  names = operands.keys() & {"q", "k", "v", *_TERMS}
+  arrays = {name: operands[name] for name in names}
   plans = [
-    (
-      slices,
-      _needs(
-        backend,
-        q,
-        k,
-        v,
-        slices[None],
-        softcap=softcap,
-        is_backward=is_backward,
-        deterministic=deterministic,
-        known=slices.tobytes(),
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        wants=wants,
-      ),
-    )
-    for slices in candidates
+    (x, _needs(backend, **arrays, slices=x[None], known=x.tobytes(), **options)) for x in candidates
   ]
   return min(plans, key=lambda plan: plan[1].tile_cost)
 
 
 def _needs(
   backend: Backend,
-  q,
-  k,
-  v,
-  slices,
+  q: Any,
+  k: Any,
+  v: Any,
+  slices: Any,
   *,
   softcap: float,
   is_backward: bool,
   deterministic: bool = False,
   known: bytes | None = None,
-  bias: Any = None,
-  alibi_slopes: Any = None,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
   wants: tuple[str, ...] = (),
   sums_dq: bool = False,
   has_float_grads: bool = False,
@@ -131,14 +101,14 @@ def _needs(
   )
 
 
-def _bias_for(bias, backend: Backend):
+def _bias_for(bias: jax.Array | None, backend: Backend) -> jax.Array | None:
   """In float32, where its rows are not what the backend's kernels take of 16-bit elements."""
   if bias is None or bias.dtype == np.float32 or bias.shape[2] == 1:
     return bias
   return bias if bias.shape[3] % backend.bias_multiple == 0 else bias.astype(np.float32)
 
 
-def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
+def _terms(bias: jax.Array | None, alibi_slopes: jax.Array | None) -> tuple[Any, Any]:
   """Operands without elements where there is none."""
   # Made by an operation: custom_partitioning takes no constants.
   return (
@@ -147,7 +117,9 @@ def _terms(bias, alibi_slopes) -> tuple[Any, Any]:
   )
 
 
-def list_tiles(tile_list, slices, needs: Any, q_len: int, k_len: int):
+def list_tiles(
+  tile_list: jax.Array, slices: jax.Array, needs: Any, q_len: int, k_len: int
+) -> jax.Array:
   """The list, or the device's own of a mask that is not known before the program runs.
 
   No barriers here: to XLA, calls with the same slices are one. (In a loop over layers there is one
@@ -167,17 +139,17 @@ def list_tiles(tile_list, slices, needs: Any, q_len: int, k_len: int):
 
 
 def forward(
-  q,
-  k,
-  v,
-  slices,
-  sink,
-  tile_list,
-  bias=None,
-  alibi_slopes=None,
-  running_out=None,
-  running_lse=None,
-  running_max_logits=None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  slices: jax.Array,
+  sink: jax.Array,
+  tile_list: jax.Array,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
+  running_out: jax.Array | None = None,
+  running_lse: jax.Array | None = None,
+  running_max_logits: jax.Array | None = None,
   *,
   backend: Backend,
   softmax_scale: float,
@@ -232,17 +204,17 @@ def forward(
 
 
 def backward(
-  q,
-  k,
-  v,
-  dout,
-  lse,
-  delta,
-  slices,
-  tile_list,
-  bias=None,
-  alibi_slopes=None,
-  running_dq=None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  dout: jax.Array,
+  lse: jax.Array,
+  delta: jax.Array,
+  slices: jax.Array,
+  tile_list: jax.Array,
+  bias: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
+  running_dq: jax.Array | None = None,
   *,
   wants: tuple[str, ...] = (),
   backend: Backend,
@@ -281,8 +253,12 @@ def backward(
     has_float_grads=grad_dtype == np.float32,
   )
   tile_list = list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
-  nothing = (0,), np.float32
-  dbias_dtype = np.float32 if needs.is_dbias_summed or bias is None else bias.dtype
+  nothing: tuple[tuple[int, ...], Any] = (0,), np.float32
+  dbias_type = dslopes_type = nothing
+  if bias is not None and "bias" in wants:
+    dbias_type = bias.shape, np.float32 if needs.is_dbias_summed else bias.dtype
+  if alibi_slopes is not None and "alibi_slopes" in wants:
+    dslopes_type = alibi_slopes.shape, np.float32
   operands = (q, k, v, dout, lse, delta, slices, *_terms(bias, alibi_slopes), tile_list)
   dq_type = q.shape, np.float32 if needs.is_dq_summed else grad_dtype
   running: tuple[Any, ...] = ()
@@ -295,8 +271,8 @@ def backward(
       dq_type,
       (k.shape, grad_dtype),
       (v.shape, grad_dtype),
-      (bias.shape, dbias_dtype) if "bias" in wants else nothing,
-      (alibi_slopes.shape, np.float32) if "alibi_slopes" in wants else nothing,
+      dbias_type,
+      dslopes_type,
       ((needs.workspace_bytes,), np.uint8),
     ],
     aliases={len(operands) + i: i for i in range(len(running))},
@@ -320,9 +296,9 @@ def backward(
   return tuple(gradients)
 
 
-def dq_sum_words(q, v) -> int:
+def dq_sum_words(q: Any, v: Any) -> int:
   """Of each batch row and head in a sum of dq: as many as any backend that was built may take."""
-  plain = q.shape[1] * q.shape[3]
+  plain: int = q.shape[1] * q.shape[3]
   if has_symbols(q.shape):  # Then no kernel is called.
     return plain
   slices = jax.ShapeDtypeStruct((1, 0, 6), np.int32)
@@ -332,11 +308,17 @@ def dq_sum_words(q, v) -> int:
     for backend in BACKENDS.values()
     if backend.module is not None and q.dtype in backend.attention_dtypes
   ]
-  return max([plain, *(x.dq_sum_words for x in needs)])
+  return max([plain, *(int(x.dq_sum_words) for x in needs)])
 
 
 def finish_dq(
-  dq_sum, *, backend: Backend, q_len: int, head_dim: int, softmax_scale: float, dtype: Any
+  dq_sum: jax.Array,
+  *,
+  backend: Backend,
+  q_len: int,
+  head_dim: int,
+  softmax_scale: float,
+  dtype: Any,
 ) -> tuple[jax.Array]:
   """dq `[b, q_len, num_q_heads, head_dim]` from its sum, where the backend orders that itself."""
   batch, num_q_heads, _ = dq_sum.shape
@@ -350,7 +332,7 @@ def finish_dq(
   return (dq[..., :head_dim],)
 
 
-def _pad_dim(x, backend: Backend):
+def _pad_dim(x: jax.Array, backend: Backend) -> jax.Array:
   """Pads the last axis with zeros to what the backend's kernels take."""
   missing = -x.shape[-1] % backend.head_dim_multiple
   return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

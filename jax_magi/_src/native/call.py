@@ -20,7 +20,7 @@ def native_call(
   *,
   aliases: dict[int, int] | None = None,
   **attributes: Any,
-) -> Any:
+) -> tuple[jax.Array, ...]:
   """Calls the handler that the platform has under `target`.
 
   Args:
@@ -37,7 +37,8 @@ def native_call(
   types = [
     like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False) for shape, dtype in results
   ]
-  return jax.ffi.ffi_call(target, types, input_output_aliases=aliases)(*operands, **attributes)
+  call = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)
+  return tuple(call(*operands, **attributes))
 
 
 def call_on_whole_arrays(
@@ -47,7 +48,7 @@ def call_on_whole_arrays(
   *,
   aliases: dict[int, int] | None = None,
   **attributes: Any,
-) -> Any:
+) -> tuple[jax.Array, ...]:
   """`native_call` for kernels whose operands and results must be arrays of their own.
 
   XLA for GPUs, from JAX 0.11 on, makes one fusion of a call and the slices around it: operands are
@@ -56,6 +57,7 @@ def call_on_whole_arrays(
   through barriers.
   """
   operands = lax.optimization_barrier(tuple(operands))
-  return lax.optimization_barrier(
+  barred: tuple[jax.Array, ...] = lax.optimization_barrier(
     native_call(target, operands, results, aliases=aliases, **attributes)
   )
+  return barred

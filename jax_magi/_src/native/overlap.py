@@ -43,16 +43,19 @@ def kernel_barrier(x: Any) -> Any:
 
 
 @custom_vmap
-def _barrier_where_kernels_are(x):
-  return lax.platform_dependent(x, **{HOPPER.platform: _kernel_barrier, "default": lambda x: x})
+def _barrier_where_kernels_are(x: jax.Array) -> jax.Array:
+  result: jax.Array = lax.platform_dependent(
+    x, **{HOPPER.platform: _kernel_barrier, "default": lambda x: x}
+  )
+  return result
 
 
 @_barrier_where_kernels_are.def_vmap
-def _(axis_size, is_mapped, x):
+def _(axis_size: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
   del axis_size, is_mapped  # One barrier for the whole batch.
   return _barrier_where_kernels_are(x), True
 
 
-def _kernel_barrier(x):
+def _kernel_barrier(x: jax.Array) -> jax.Array:
   results = [(x.shape, x.dtype), ((_WORKSPACE_BYTES,), np.uint8)]
   return native_call("jax_magi_kernel_barrier", (x,), results, aliases={0: 0})[0]

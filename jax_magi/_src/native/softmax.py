@@ -6,6 +6,8 @@ offset_probability, dot [b, heads, q_len]       offset [b or 1, heads]
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,14 @@ def _band(lo: int, hi: int) -> dict[str, np.int32]:
 
 
 def forward(
-  x, mask=None, offset=None, *, scale: float, lo: int, hi: int, donate: bool
+  x: jax.Array,
+  mask: Any = None,
+  offset: jax.Array | None = None,
+  *,
+  scale: float,
+  lo: int,
+  hi: int,
+  donate: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns y, and the offset's probability in each row. `mask` and `offset` may be None."""
   rows = x.shape[:-1] if offset is not None else (0,)
@@ -42,7 +51,7 @@ def forward(
 
 
 def backward(
-  y, dy, *, scale: float, lo: int, hi: int, donate: bool, with_dot: bool
+  y: jax.Array, dy: jax.Array, *, scale: float, lo: int, hi: int, donate: bool, with_dot: bool
 ) -> tuple[jax.Array, jax.Array | None]:
   """Returns dx, and each row's sum of y * dy if asked for."""
   dx, dot = call_on_whole_arrays(

@@ -15,6 +15,7 @@ from jax_magi._src.optim.layout import HEADS
 from jax_magi._src.optim.projections import (
   Attention,
   Projections,
+  Site,
   find_attention,
   leaves_of,
   path_of,
@@ -37,6 +38,8 @@ def qk_clip_gamma(max_logits: Any, threshold: Any = 100.0) -> jax.Array:
     gamma is NaN.
   """
   check_threshold(threshold)
+  if max_logits is None or isinstance(max_logits, (str, Mapping)):
+    raise ValueError(f"max_logits must be an array, got {type(max_logits).__name__}")
   x = jnp.asarray(max_logits)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(f"max_logits must hold floating point numbers, got {x.dtype}")
@@ -122,14 +125,14 @@ def make_factors(
   leaves, shapes = leaves_of(params), shapes_of(params)
   sites = {site.path: site for found in attention.values() for site in found.sites}
 
-  def fun(statistics, threshold):
+  def fun(statistics: Mapping[str | None, jax.Array], threshold: Any) -> dict[str, jax.Array]:
     return _make_factors(shapes, attention, statistics, threshold)
 
-  def spec(site):  # That of the parameter, along the axes that its factor has.
+  def spec(site: Site) -> P:  # That of the parameter, along the axes that its factor has.
     axes = zip(spec_of(leaves[site.path]), site.projection.factor_axes, strict=True)
     return P(*(entry if is_own else None for entry, is_own in axes))
 
-  def out_specs():
+  def out_specs() -> dict[str, P]:
     return {path: spec(site) for path, site in sites.items()}
 
   operands = (statistics, threshold)
@@ -162,7 +165,7 @@ def _make_factors(
 def map_at(fun: Any, factors: Mapping[str, jax.Array], tree: Any, *rest: Any) -> Any:
   """`fun(leaf, *leaves of rest, factor)` for leaves that have a factor; others stay."""
 
-  def visit(keys, leaf, *others):
+  def visit(keys: Any, leaf: Any, *others: Any) -> Any:
     factor = factors.get(path_of(keys))
     return leaf if factor is None else fun(leaf, *others, factor)
 

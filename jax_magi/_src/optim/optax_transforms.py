@@ -83,13 +83,15 @@ def qk_clip(
   optax = _import_optax("qk_clip")
   clip.check_threshold(threshold)
 
-  def init(params):
+  def init(params: Any) -> Any:
     attention = find_attention(params, projections)
     low = {name: jnp.full(a.shape, -jnp.inf, np.float32) for name, a in attention.items()}
     none = {name: jnp.zeros(a.shape, np.int32) for name, a in attention.items()}
     return QkClipState(_ungroup(low), _ungroup(none))
 
-  def update(updates, state, params=None, *, max_logits=None, **_):
+  def update(
+    updates: Any, state: Any, params: Any = None, *, max_logits: Any = None, **_: Any
+  ) -> tuple[Any, Any]:
     if params is None:
       raise ValueError("qk_clip needs params: optimizer.update(grads, state, params, ...)")
     if max_logits is None:
@@ -163,10 +165,11 @@ def muon_clip(
   optax = _import_optax("muon_clip")
   layouts = _muon_layouts(projections, matrices)
 
-  def dimension_numbers(params):
-    def numbers(keys, _):
+  def dimension_numbers(params: Any) -> Any:
+    def numbers(keys: Any, _: Any) -> Any:
       named = [x for path, x in layouts.items() if is_named_by(path, path_of(keys))]
-      return optax.contrib.MuonDimensionNumbers(*named[0].muon_axes()) if named else None
+      axes = named[0].muon_axes() if named else None
+      return None if axes is None else optax.contrib.MuonDimensionNumbers(*axes)
 
     return jax.tree_util.tree_map_with_path(numbers, params)
 
@@ -183,7 +186,7 @@ def muon_clip(
     muon = optax.MultiSteps(muon, every_k_schedule).gradient_transformation()
   both = optax.chain(muon, qk_clip(projections, threshold, accumulate=accumulate, report=report))
 
-  def init(params):
+  def init(params: Any) -> Any:
     # Here and not in dimension_numbers, which Optax also calls with parts of the parameters.
     shapes = shapes_of(params)
     for path, layout in layouts.items():
@@ -191,14 +194,15 @@ def muon_clip(
         layout.check_rank(found, shapes[found])
     return both.init(params)
 
-  def update(updates, state, params=None, **extra):
-    def out_specs():
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def out_specs() -> Any:
       return jax.tree.map(spec_of, (updates, state))
 
     # Optax's Muon reshapes matrices, which JAX refuses where Explicit axes split them.
     operands = (updates, state, params, extra)
     fun = with_auto_axes(lambda u, s, p, e: both.update(u, s, p, **e), operands, out_specs)
-    return fun(*operands)
+    new_updates, new_state = fun(*operands)
+    return new_updates, new_state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -218,7 +222,7 @@ def raise_if_broken(state: Any) -> None:
     raise_if_any({name: np.asarray(count) > 0 for name, count in counts.items()})
 
 
-def _check_schedule(schedule: Any) -> int | Callable[[Any], Any]:
+def _check_schedule(schedule: Any) -> Any:
   if callable(schedule):
     return schedule
   is_integer = isinstance(schedule, (int, np.integer)) and not isinstance(schedule, bool)
@@ -245,7 +249,7 @@ def _any_nonzero(updates: Any) -> jax.Array:
 
 
 def _count_broken(count: jax.Array, max_logits: jax.Array) -> jax.Array:
-  return count + is_broken(max_logits).astype(count.dtype)
+  return jnp.add(count, is_broken(max_logits).astype(count.dtype))
 
 
 def _clip_update(update: jax.Array, param: jax.Array, factor: jax.Array) -> jax.Array:
@@ -263,6 +267,9 @@ def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict
     raise ValueError(
       f"matrices must be a dictionary of layouts by path, got {type(matrices).__name__}"
     )
+  for path in matrices:
+    if not isinstance(path, str) or not path:
+      raise ValueError(f"paths of matrices must be strings, keys joined by '/', got {path!r}")
   layouts = {path: parse_layout(text) for path, text in matrices.items()}
   for path, layout in layouts.items():
     if layout.muon_axes() is None:

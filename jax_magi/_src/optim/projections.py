@@ -39,8 +39,8 @@ class Projection:
   num_heads: int | None = None
   dims: tuple[int, int] | None = None
 
-  def __post_init__(self):
-    if not isinstance(self.path, str):
+  def __post_init__(self) -> None:
+    if not isinstance(self.path, str) or not self.path:
       raise ValueError(f"path must be a string, keys joined by '/', got {self.path!r}")
     layout = self.parsed
     heads = self.num_heads
@@ -127,6 +127,9 @@ class QkProjections:
   q: Projection | Sequence[Projection]
   k: Projection | Sequence[Projection]
 
+  def __post_init__(self) -> None:
+    self.roles()  # Which checks them.
+
   def roles(self) -> list[tuple[str, float, tuple[Projection, ...]]]:
     """(name, power of gamma, parameters)."""
     return [("q", 0.5, _as_tuple("q", self.q)), ("k", 0.5, _as_tuple("k", self.k))]
@@ -149,6 +152,9 @@ class MlaProjections:
   q_nope: Projection | Sequence[Projection]
   q_rope: Projection | Sequence[Projection]
   k_nope: Projection | Sequence[Projection]
+
+  def __post_init__(self) -> None:
+    self.roles()  # Which checks them.
 
   def roles(self) -> list[tuple[str, float, tuple[Projection, ...]]]:
     """(name, power of gamma, parameters)."""
@@ -322,10 +328,13 @@ def _check_apart(path: str, users: Sequence[Projection]) -> None:
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Projection, ...]:
-  parameters = (value,) if isinstance(value, Projection) else tuple(value)
-  if not parameters or not all(isinstance(p, Projection) for p in parameters):
+  parameters = (value,) if isinstance(value, Projection) else value
+  if not isinstance(parameters, Sequence) or not parameters:
     raise ValueError(f"{name} must be a Projection, or some of them, got {value!r}")
-  return parameters
+  for projection in parameters:
+    if not isinstance(projection, Projection):
+      raise ValueError(f"{name} must be a Projection, or some of them, got {value!r}")
+  return tuple(parameters)
 
 
 def _similar(path: str, known: Sequence[str]) -> str:

@@ -38,13 +38,13 @@ def reduce_max_logits(
     The same without `axis`. No gradient flows through.
   """
 
-  def reduce(x):
-    x = lax.stop_gradient(jnp.asarray(x))
-    x = jnp.where(jnp.isnan(x), jnp.inf, x)
+  def reduce(x: Any) -> jax.Array:
+    found: jax.Array = lax.stop_gradient(jnp.asarray(x))
+    found = jnp.where(jnp.isnan(found), jnp.inf, found)
     if axis is None:
-      return x
+      return found
     axes = tuple(axis) if isinstance(axis, Sequence) else axis
-    return x.max(axis=axes, initial=-jnp.inf)
+    return found.max(axis=axes, initial=-jnp.inf)
 
   leaves, treedef = jax.tree.flatten(jax.tree.map(reduce, max_logits))
   if axis_name is not None and leaves:
@@ -68,7 +68,7 @@ def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
     raise_if_any(broken)
     return
 
-  def tell(broken):
+  def tell(broken: dict[str | None, jax.Array]) -> None:
     jax.debug.callback(functools.partial(_log_any, list(broken)), list(broken.values()))
 
   # In a branch, so that the host is only called when there is something to tell.

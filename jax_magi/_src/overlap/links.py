@@ -61,7 +61,9 @@ def _of_pairs(pairs: Groups, size: int, ranks_per_node: int) -> LinkBytes:
   return LinkBytes(max(far.values(), default=0), max(near.values(), default=0))
 
 
-def _busiest(groups: Groups, size: int, ranks_per_node: int, sent: Callable) -> LinkBytes:
+def _busiest(
+  groups: Groups, size: int, ranks_per_node: int, sent: Callable[[int, int, int], tuple[int, int]]
+) -> LinkBytes:
   """The most of any group and node: `sent(size, ranks of the group, those of them in a node)`."""
   found = [
     sent(size, len(group), mine)

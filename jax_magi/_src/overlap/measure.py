@@ -159,7 +159,7 @@ def _divide(
 class _Work:
   """All that is not communication, by when it began and by when it ended."""
 
-  def __init__(self, kernels: Iterable[Kernel]):
+  def __init__(self, kernels: Iterable[Kernel]) -> None:
     self.by_begin = sorted(kernels, key=lambda kernel: kernel.begin_ps)
     self.by_end = sorted(self.by_begin, key=lambda kernel: kernel.end_ps)
     self.covered = _covered(self.by_begin)

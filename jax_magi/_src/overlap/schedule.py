@@ -155,7 +155,7 @@ class _Op:
 class _Reader:
   """A module, and what its computations hold."""
 
-  def __init__(self, module: Module):
+  def __init__(self, module: Module) -> None:
     self.module = module
 
   @functools.cache  # noqa: B019 (it lives as long as the reader)

@@ -146,15 +146,15 @@ def explain_softmax(
 
   Args:
     x: `[..., heads, q_len, k_len]`, or `[q_len, k_len]`.
-    mask: as in `fused_scale_mask_softmax`, and so all others.
-    is_causal: see there.
-    window: see there.
-    offset: see there.
-    softmax_in_fp32: see there.
-    implementation: see there.
+    mask: boolean or floats, x's shape with any dimension 1.
+    is_causal: as in `fused_scale_mask_softmax`.
+    window: as in `fused_scale_mask_softmax`.
+    offset: `[heads]`, one for all, or "off-by-one".
+    softmax_in_fp32: as in `fused_scale_mask_softmax`.
+    implementation: as in `fused_scale_mask_softmax`.
   """
 
-  def explained(x, mask, offset):
+  def explained(x: Any, mask: Any, offset: Any) -> Explanation:
     x = _check_x(x)
     mask = _check_mask(mask, x)
     offset = _check_offset(word if offset is None else offset, x)
@@ -177,7 +177,8 @@ def explain_softmax(
     return explain(operation, implementation, PLAIN, obstacle, notes)
 
   word, offset = (offset, None) if isinstance(offset, str) else (None, offset)
-  return jax.eval_shape(explained, x, mask, offset)
+  found: Explanation = jax.eval_shape(explained, x, mask, offset)
+  return found
 
 
 # --- What a caller can get wrong ---
@@ -263,12 +264,12 @@ def _batch_of_mask(mask: Any, x: Any) -> int:
   return 1 if math.prod(mask.shape[:-3]) == 1 else math.prod(x.shape[:-3])
 
 
-def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> Any:
+def _call(config: SoftmaxConfig, x: Any, mask: Any, offset: Any) -> jax.Array:
   rows = P(*spec_of(x)[:-2], None, None)  # Of which the kernels take whole ones.
   operands = {"x": reshaped(x, x.shape, rows), "mask": mask, "offset": offset}
   operands = {name: a for name, a in operands.items() if a is not None}
 
-  def fold(name, a):
+  def fold(name: str, a: jax.Array) -> jax.Array:
     if name == "offset":
       return a[None]
     if a.ndim == 2:

@@ -64,7 +64,8 @@ class FusedScaleMaskSoftmax:
 
   @property
   def _mask_type(self) -> str:
-    return getattr(self.attn_mask_type, "name", self.attn_mask_type)
+    name: str = getattr(self.attn_mask_type, "name", self.attn_mask_type)
+    return name
 
   def __call__(
     self, input: jax.Array, mask: jax.Array | None, softmax_offset: jax.Array | None = None

@@ -14,11 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
+from jax_magi._src.softmax import plain
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
-from jax_magi._src.transforms.operation import Operation
+from jax_magi._src.transforms.operation import Native, Operands, Operation, Results, Split
 
 # The name of the path in plain JAX.
 PLAIN = "xla"
+
+# y, mask, offset, offset_probability; and gradients of x, mask, offset. What there is not is None.
+Residuals = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
+Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +38,9 @@ class SoftmaxConfig:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def softmax(config: SoftmaxConfig, x, mask, offset):
+def softmax(
+  config: SoftmaxConfig, x: jax.Array, mask: jax.Array | None, offset: jax.Array | None
+) -> jax.Array:
   """Softmax over the last axis of `scale * x + mask`, over what band and mask show.
 
   Args:
@@ -48,11 +55,13 @@ def softmax(config: SoftmaxConfig, x, mask, offset):
   return _softmax_fwd(config, x, mask, offset)[0]
 
 
-def _softmax_fwd(config, x, mask, offset):
+def _softmax_fwd(
+  config: SoftmaxConfig, x: jax.Array, mask: jax.Array | None, offset: jax.Array | None
+) -> tuple[jax.Array, Residuals]:
   operands = {"x": x, "mask": mask, "offset": offset}
   operands = {name: a for name, a in operands.items() if a is not None}
 
-  def out_specs():
+  def out_specs() -> tuple[P | None, ...]:
     batch, heads, *_ = spec_of(x)
     y = P(batch, heads, None, None)
     return (y,) if offset is None else (y, P(batch, heads, None))
@@ -63,16 +72,22 @@ def _softmax_fwd(config, x, mask, offset):
   return y, (y, mask, offset, offset_probability)
 
 
-def _softmax_bwd(config, residuals, dy):
-  def fun(y, mask, offset, offset_probability, dy):
+def _softmax_bwd(config: SoftmaxConfig, residuals: Residuals, dy: jax.Array) -> Gradients:
+  def fun(
+    y: jax.Array,
+    mask: jax.Array | None,
+    offset: jax.Array | None,
+    offset_probability: jax.Array | None,
+    dy: jax.Array,
+  ) -> Gradients:
     dx, *rest = _backward(config, offset is not None)({"y": y, "dy": dy})
     doffset, against_offset = None, None
-    if offset is not None:
+    if offset is not None and offset_probability is not None:
       against_offset = offset_probability * rest[0]  # What a row's scores gain together.
       doffset = _sum_to(-jnp.sum(against_offset, axis=-1), offset.shape)
     return dx, _mask_gradient(config, mask, y, dy, against_offset), doffset
 
-  def out_specs():
+  def out_specs() -> tuple[P | None, ...]:
     y, mask, offset, _ = residuals
     has_gradient = mask is not None and mask.dtype != bool
     return (
@@ -85,7 +100,13 @@ def _softmax_bwd(config, residuals, dy):
   return with_auto_axes(fun, operands, out_specs)(*operands)
 
 
-def _mask_gradient(config, mask, y, dy, against_offset):
+def _mask_gradient(
+  config: SoftmaxConfig,
+  mask: jax.Array | None,
+  y: jax.Array,
+  dy: jax.Array,
+  against_offset: jax.Array | None,
+) -> jax.Array | None:
   """Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it."""
   if mask is None or mask.dtype == bool:
     return None
@@ -96,15 +117,15 @@ def _mask_gradient(config, mask, y, dy, against_offset):
       return jnp.zeros_like(mask)
     return _sum_to(against_offset[..., None], mask.shape).astype(mask.dtype)
   dtype = np.promote_types(y.dtype, np.float32)
-  band = {"lo": config.lo, "hi": config.hi}
-  ds = _plain_backward(y.astype(dtype), dy.astype(dtype), scale=1.0, **band)[0]
+  wide_y, wide_dy = y.astype(dtype), dy.astype(dtype)
+  ds, _ = plain.backward(wide_y, wide_dy, scale=1.0, lo=config.lo, hi=config.hi)
   return _sum_to(ds, mask.shape).astype(mask.dtype)
 
 
 softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
-def _sum_to(x, shape):
+def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Sums over what was broadcast."""
   axes = tuple(i for i, size in enumerate(shape) if size == 1)
   return jnp.sum(x, axis=axes, keepdims=True)
@@ -119,7 +140,7 @@ _cache = functools.lru_cache(maxsize=256)
 
 
 @_cache
-def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable:
+def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable[[Operands], Results]:
   """(x, mask?, offset?) -> (y, offset_probability?)."""
   options: dict[str, Any] = {"scale": config.scale, "lo": config.lo, "hi": config.hi}
   native = functools.partial(native_softmax.forward, **options, donate=config.donate)
@@ -127,7 +148,7 @@ def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable:
     operands={"x": _X, "mask": _X, "offset": "bh"},
     results={"y": _X} | ({"offset_probability": _ROWS} if has_offset else {}),
     natives=functools.partial(_natives, native, "x"),
-    plain=functools.partial(_asked_for, functools.partial(_plain_forward, **options)),
+    plain=functools.partial(_asked_for, functools.partial(plain.forward, **options)),
     plain_name=PLAIN,
     implementation=config.implementation,
     shared=frozenset({"mask", "offset"}),
@@ -135,7 +156,7 @@ def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable:
 
 
 @_cache
-def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable:
+def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable[[Operands], Results]:
   """(y, dy) -> (dx, dot?)."""
   options: dict[str, Any] = {"scale": config.scale, "lo": config.lo, "hi": config.hi}
   options |= {"with_dot": with_dot}
@@ -144,16 +165,16 @@ def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable:
     operands={"y": _X, "dy": _X},
     results={"dx": _X} | ({"dot": _ROWS} if with_dot else {}),
     natives=functools.partial(_natives, native, "y"),
-    plain=functools.partial(_asked_for, functools.partial(_plain_backward, **options)),
+    plain=functools.partial(_asked_for, functools.partial(plain.backward, **options)),
     plain_name=PLAIN,
     implementation=config.implementation,
   ).function()
 
 
-def _natives(native: Callable, first: str, operands: dict[str, Any]) -> dict[str, Callable]:
+def _natives(native: Callable[..., Any], first: str, operands: Operands) -> dict[str, Native]:
   """The platforms whose kernels take the operands."""
 
-  def kernel(split, operands):
+  def kernel(split: Split, operands: Operands) -> Results:
     return split(functools.partial(_asked_for, native), operands)
 
   return {
@@ -163,46 +184,6 @@ def _natives(native: Callable, first: str, operands: dict[str, Any]) -> dict[str
   }
 
 
-def _asked_for(fun: Callable, **operands: Any) -> tuple[Any, ...]:
+def _asked_for(fun: Callable[..., Any], **operands: Any) -> Results:
   """The results that are not None."""
   return tuple(x for x in fun(**operands) if x is not None)
-
-
-# --- The same in plain JAX, in float32 at least ---
-
-
-def _plain_forward(x, mask=None, offset=None, *, scale: float, lo: int, hi: int):
-  dtype = np.promote_types(x.dtype, np.float32)
-  logits = x.astype(dtype) * scale
-  in_band = _in_band(x.shape, lo, hi)
-  if mask is not None and mask.dtype != bool:
-    logits = logits + mask.astype(dtype)
-  visible = in_band & mask if mask is not None and mask.dtype == bool else in_band
-  logits = jnp.where(visible, logits, -jnp.inf)
-  extra = jnp.array(-jnp.inf, dtype) if offset is None else offset.astype(dtype)[:, :, None, None]
-  largest = jnp.maximum(logits.max(axis=-1, keepdims=True, initial=-jnp.inf), extra)
-  largest = jnp.where(largest == -jnp.inf, 0.0, largest)
-  weights = jnp.exp(logits - largest)
-  extra_weight = jnp.exp(extra - largest)
-  total = weights.sum(axis=-1, keepdims=True) + extra_weight
-  inverse = jnp.where(total == 0.0, 0.0, 1.0 / jnp.where(total == 0.0, 1.0, total))
-  y = jnp.where(in_band, weights * inverse, 0.0).astype(x.dtype)
-  offset_probability = (extra_weight * inverse)[..., 0].astype(np.float32)
-  return y, None if offset is None else offset_probability
-
-
-def _plain_backward(y, dy, *, scale: float, lo: int, hi: int, with_dot: bool = False):
-  dtype = np.promote_types(y.dtype, np.float32)
-  wide_y = y.astype(dtype)
-  wide_dy = jnp.where(_in_band(y.shape, lo, hi), dy.astype(dtype), 0.0)
-  dot = jnp.sum(wide_y * wide_dy, axis=-1)
-  dx = scale * wide_y * (wide_dy - dot[..., None])
-  return dx.astype(y.dtype), dot.astype(np.float32) if with_dot else None
-
-
-def _in_band(shape: tuple[int, ...], lo: int, hi: int):
-  """bool `[1, 1, q_len, k_len]` for a shape of four dimensions."""
-  shape = (1, 1, *shape[-2:])
-  row = jax.lax.broadcasted_iota(np.int32, shape, 2)
-  column = jax.lax.broadcasted_iota(np.int32, shape, 3)
-  return (column - row >= lo) & (column - row <= hi)

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 
-def fold_batch(fun: Callable, first: str, shared: Set[str], summed: dict[int, str]) -> Callable:
+def fold_batch(
+  fun: Callable[..., Any], first: str, shared: Set[str], summed: dict[int, str]
+) -> Callable[..., Any]:
   """Makes vmap one larger batch: the mapped axis joins the leading one of every operand.
 
   `fun` takes a dictionary of operands, of which `first` has the whole batch. Those in `shared` may
@@ -28,15 +30,18 @@ def fold_batch(fun: Callable, first: str, shared: Set[str], summed: dict[int, st
   folded = custom_vmap(jax.jit(fun))
 
   @folded.def_vmap
-  def _(axis_size: int, mapped: list[dict[str, bool]], operands: dict[str, Any]):
+  def _(
+    axis_size: int, mapped: list[dict[str, bool]], operands: dict[str, Any]
+  ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
     (is_mapped,) = mapped
 
     def num_rows(name: str) -> int:
-      return operands[name].shape[1 if is_mapped[name] else 0]
+      rows: int = operands[name].shape[1 if is_mapped[name] else 0]
+      return rows
 
     batch = num_rows(first)
 
-    def join(name: str, x):
+    def join(name: str, x: jax.Array) -> jax.Array:
       if name in shared and not is_mapped[name] and x.shape[0] == 1:
         return x  # Still shared by all.
       if not is_mapped[name]:
@@ -44,7 +49,7 @@ def fold_batch(fun: Callable, first: str, shared: Set[str], summed: dict[int, st
       x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))
       return x.reshape(axis_size * batch, *x.shape[2:])
 
-    def part(i: int, x):
+    def part(i: int, x: jax.Array) -> jax.Array:
       x = x.reshape(axis_size, batch, *x.shape[1:])
       is_sum = i in summed and num_rows(summed[i]) == 1
       return x.sum(axis=1, keepdims=True) if is_sum and batch != 1 else x

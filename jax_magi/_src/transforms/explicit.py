@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+Result = TypeVar("Result")
+
 
 def spec_of(*arrays: Any) -> P:
   """How Explicit axes split an array: the first one that they split, or else the first one."""
-  specs = [jax.typeof(x).sharding.spec for x in arrays]
+  specs: list[P] = [jax.typeof(x).sharding.spec for x in arrays]
   return next((spec for spec in specs if any(spec)), specs[0])
 
 
@@ -30,7 +32,9 @@ def merged_spec(*arrays: Any) -> P:
   return P(*entries)
 
 
-def with_auto_axes(fun: Callable, operands: Any, out_specs: Callable[[], Any]) -> Callable:
+def with_auto_axes(
+  fun: Callable[..., Result], operands: Any, out_specs: Callable[[], Any]
+) -> Callable[..., Result]:
   """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
 
   Under `shard_map`, JAX cannot differentiate what happens inside. An op with a custom derivative
@@ -47,7 +51,7 @@ def with_auto_axes(fun: Callable, operands: Any, out_specs: Callable[[], Any]) -
     return fun
   wrapped = jax.sharding.auto_axes(fun, axes=_explicit_axes(mesh), out_sharding=out_specs())
 
-  def call(*operands):
+  def call(*operands: Any) -> Any:
     # Arrays may carry their mesh without it being the current one.
     with jax.sharding.use_abstract_mesh(mesh):
       return wrapped(*operands)
@@ -70,16 +74,17 @@ def unsplit(x: Any) -> Any:
   return split_over(x, jax.typeof(x).sharding.mesh, P()) if any(spec_of(x)) else x
 
 
-def fold_leading(x: Any, count: int) -> Any:
+def fold_leading(x: Any, count: int) -> jax.Array:
   """The first `count` axes as one, split over all mesh axes that they were split over."""
   spec, shape = spec_of(x), (math.prod(x.shape[:count]), *x.shape[count:])
   names = tuple(name for entry in spec[:count] for name in _names(entry))
   return reshaped(x, shape, P(names or None, *spec[count:]))
 
 
-def reshaped(x: Any, shape: tuple[int, ...], spec: P) -> Any:
+def reshaped(x: Any, shape: tuple[int, ...], spec: P) -> jax.Array:
   """`x` in another shape. JAX asks for the spec where Explicit axes split what is reshaped."""
-  return with_auto_axes(lambda x: x.reshape(shape), x, lambda: spec)(x)
+  result: jax.Array = with_auto_axes(lambda x: x.reshape(shape), x, lambda: spec)(x)
+  return result
 
 
 def resized_spec(x: Any, length: int) -> P:

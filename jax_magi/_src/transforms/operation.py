@@ -2,21 +2,33 @@
 
 its operands and results, by name, with their dimensions as letters
   -> under vmap, one call with a larger batch                (batching.py)
-  -> on each platform, its kernel, or plain JAX              (platform.py)
+  -> on each platform, its kernel, or plain JAX              (here)
   -> under plain jit, batch and heads stay split             (sharding.py)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax_magi._src.transforms.platform import by_platform
+import jax
+import jax.export
+from jax import lax
+
+from jax_magi._src.transforms.batching import fold_batch
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
+# By name: arrays of a call, or one of its parts.
+Operands = dict[str, Any]
+Results = tuple[jax.Array, ...]
+# From a function of the operands by keyword, and the operands, to its results.
+Split = Callable[[Callable[..., Results], Operands], Results]
+Native = Callable[[Split, Operands], Results]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
   """What is known of an operation before it has operands.
 
@@ -38,34 +50,65 @@ class Operation:
 
   operands: Mapping[str, str]
   results: Mapping[str, str]
-  natives: Callable[[dict[str, Any]], Mapping[str, Callable]]
-  plain: Callable[..., tuple[Any, ...]]
+  natives: Callable[[Operands], Mapping[str, Native]]
+  plain: Callable[..., Results]
   plain_name: str
   implementation: str | None = None
   shared: frozenset[str] = frozenset()
   gradients: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-  def function(self) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """From operands by name to the tuple of results; differentiable where plain JAX is taken."""
+  def function(self) -> Callable[[Operands], Results]:
+    """From operands by name to the tuple of results.
 
-    def natives(operands: dict[str, Any]) -> dict[str, Callable]:
-      return {
-        platform: lambda operands, fun=fun: fun(self._split, operands)
-        for platform, fun in self.natives(operands).items()
-      }
-
+    Under vmap it is called once, with a larger batch. Where no kernel can be chosen it has the
+    derivatives of plain JAX; otherwise it has none.
+    """
     names = list(self.results)
-    return by_platform(
-      self.implementation,
-      natives,
-      lambda operands: self.plain(**operands),
-      plain_name=self.plain_name,
-      first=next(iter(self.operands)),
-      shared=self.shared,
-      summed={names.index(result): operand for result, operand in self.gradients.items()},
-    )
+    summed = {names.index(result): operand for result, operand in self.gradients.items()}
+    first = next(iter(self.operands))
+    op = jax.custom_jvp(fold_batch(self._on_platform, first, self.shared, summed))
 
-  def _split(self, fun: Callable, operands: dict[str, Any]) -> tuple[Any, ...]:
+    @op.defjvp
+    def _(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
+      if self._usable_natives(*primals):
+        raise NotImplementedError(
+          f'jax_magi\'s kernels have no second derivative; implementation="{self.plain_name}" has'
+        )
+      # Not of the folded op: vmap of a derivative is left to JAX.
+      return jax.jvp(self._in_plain_jax, primals, tangents)
+
+    return op
+
+  def _on_platform(self, operands: Operands) -> Results:
+    """The kernel where the platform that is compiled for has one; plain JAX elsewhere."""
+    natives = self._usable_natives(operands)
+    # A caller who names a platform wants its kernel, or an error, but never another path.
+    if not natives and self.implementation not in (None, self.plain_name):
+      raise NotImplementedError(
+        f"implementation={self.implementation!r} cannot be used: the kernels do not take arrays of "
+        f"the shapes {', '.join(str(list(x.shape)) for x in operands.values())}; "
+        f"implementation=None or {self.plain_name!r} takes everything"
+      )
+    if not natives:
+      return self._in_plain_jax(operands)
+    default = {"default": self._in_plain_jax} if self.implementation is None else {}
+    results: Results = lax.platform_dependent(operands, **natives, **default)
+    return results
+
+  def _usable_natives(self, operands: Operands) -> dict[str, Callable[[Operands], Results]]:
+    # How much memory a kernel needs is asked when it is traced, and jax.export may know no numbers.
+    if any(jax.export.is_symbolic_dim(size) for x in operands.values() for size in x.shape):
+      return {}
+    return {
+      platform: functools.partial(native, self._split)
+      for platform, native in self.natives(operands).items()
+      if self.implementation in (None, platform)
+    }
+
+  def _in_plain_jax(self, operands: Operands) -> Results:
+    return self.plain(**operands)
+
+  def _split(self, fun: Callable[..., Results], operands: Operands) -> Results:
     # In the order of the declaration, as dictionaries that JAX has seen are in another.
     given = {name: letters for name, letters in self.operands.items() if name in operands}
     split = keep_batch_and_heads(

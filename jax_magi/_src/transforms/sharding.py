@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
 
 
-def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str]) -> Callable:
+def keep_batch_and_heads(
+  fun: Callable[..., tuple[jax.Array, ...]], operands: list[str], results: list[str]
+) -> Callable[..., tuple[jax.Array, ...]]:
   """`fun` on whatever part of batch and heads a device holds.
 
   Where query heads are split over more devices than there are kv heads, each device has all kv
@@ -34,16 +36,20 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     results: likewise. A size of 1 is a sum over the batch, or over all heads.
   """
 
-  def positional(*arrays):  # custom_partitioning wants to see no keywords.
+  def positional(
+    *arrays: jax.Array,
+  ) -> tuple[jax.Array, ...]:  # custom_partitioning wants to see no keywords.
     return tuple(fun(*arrays))
 
-  def heads_of(operand_types) -> tuple[int, int]:
+  def heads_of(operand_types: Any) -> tuple[int, int]:
     num_q_heads = operand_types[0].shape[operands[0].index(_Q_HEADS)]
     if not any(_KV_HEADS in letters for letters in operands):
       return num_q_heads, num_q_heads
     return num_q_heads, operand_types[1].shape[operands[1].index(_KV_HEADS)]
 
-  def partition(mesh, operand_types, result_types):
+  def partition(
+    mesh: Any, operand_types: Any, result_types: Any
+  ) -> tuple[Any, Callable[..., Any], tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
     batch_axes, head_axes = _find_axes(mesh, operand_types[0], operands[0])
     num_q_heads, num_kv_heads = heads_of(operand_types)
     group = num_q_heads // num_kv_heads
@@ -57,7 +63,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     kv_axes, shared_axes = head_axes[:num_split], head_axes[num_split:]
     axes = {_BATCH: batch_axes, _Q_HEADS: head_axes, _KV_HEADS: kv_axes}
 
-    def shardings(dims, types):
+    def shardings(dims: list[str], types: Any) -> tuple[NamedSharding, ...]:
       return tuple(
         NamedSharding(
           mesh,
@@ -71,14 +77,14 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
         for letters, x in zip(dims, types, strict=True)
       )
 
-    def split_axes(letters, x):
+    def split_axes(letters: str, x: Any) -> tuple[str, ...]:
       """Mesh axes over which devices hold parts of the sum that `x` is."""
       sizes = zip(letters, x.shape, strict=True)
       return tuple(name for letter, size in sizes if size == 1 for name in axes.get(letter, ()))
 
     sums = [split_axes(*pair) for pair in zip(results, result_types, strict=True)]
 
-    def with_own_kv_head(*arrays):
+    def with_own_kv_head(*arrays: jax.Array) -> tuple[jax.Array, ...]:
       if not shared_axes:
         return positional(*arrays)
       head = lax.axis_index(shared_axes) * local_heads // group
@@ -89,17 +95,18 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
         for letters, x in zip(operands, arrays, strict=True)
       )
 
-      def all_kv_heads(letters, x):
+      def all_kv_heads(letters: str, x: jax.Array) -> jax.Array:
         if _KV_HEADS not in letters:
           return x
         dim = letters.index(_KV_HEADS)
         shape = (*x.shape[:dim], arrays[1].shape[operands[1].index(_KV_HEADS)], *x.shape[dim + 1 :])
         whole = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, head, dim)
-        return lax.psum(whole, shared_axes)
+        total: jax.Array = lax.psum(whole, shared_axes)
+        return total
 
       return tuple(map(all_kv_heads, results, positional(*own)))
 
-    def summed(*arrays):
+    def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
       # On one device. JAX 0.12 would have arrays made in here lie on the caller's Explicit axes.
       with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         values = zip(with_own_kv_head(*arrays), sums, strict=True)
@@ -107,7 +114,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
 
     return mesh, summed, shardings(results, result_types), shardings(operands, operand_types)
 
-  def sharding_rule(_, operand_types, result_types):
+  def sharding_rule(_: Any, operand_types: Any, result_types: Any) -> tuple[str, dict[str, Any]]:
     num_q_heads, num_kv_heads = heads_of(operand_types)
     group = num_q_heads // num_kv_heads
     factors = {_BATCH: "batch", _KV_HEADS: "heads", _Q_HEADS: "heads"}
@@ -115,7 +122,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
       factors[_Q_HEADS] = "(heads group)" if num_kv_heads > 1 else "group"
     whole: list[str] = []  # Factors that stay in one piece, in order of appearance.
 
-    def name(letter, size):
+    def name(letter: str, size: int) -> str:
       if letter in factors and size > 1:
         return factors[letter]
       whole.append(f"whole{len(whole)}")
@@ -139,7 +146,7 @@ def keep_batch_and_heads(fun: Callable, operands: list[str], results: list[str])
     infer_sharding_from_operands=lambda *types: partition(*types)[2],
     decode_shardings=False,
   )
-  return partitioned
+  return cast(Callable[..., tuple[jax.Array, ...]], partitioned)
 
 
 def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
