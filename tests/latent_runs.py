@@ -99,9 +99,7 @@ def _on_ranks(mesh, options, q, latent, params, cotangents, key):
 def on_ranks(operands, key, mesh, **options):
   """The same from all ranks of a mesh, in the order of the sequence."""
   q, latent, params, cotangents = operands
-  q, latent, cotangents = jax.tree.map(
-    lambda x: jax_magi.dispatch(x, key), (q, latent, cotangents)
-  )
+  q, latent, cotangents = jax.tree.map(lambda x: jax_magi.dispatch(x, key), (q, latent, cotangents))
   found = _on_ranks(mesh, tuple(sorted(options.items())), q, latent, params, cotangents, key)
   whole = ("max_logits", "params")
   return {

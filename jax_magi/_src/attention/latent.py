@@ -45,13 +45,9 @@ def latent_attention(
   length = leaves[0].shape[0]
   checks.check_mask(mask, q, leaves[0])
 
-  @jax.checkpoint
-  def keys_and_values(leaves):
-    rows = without_hidden(leaves, seen_rows(jnp.asarray(mask.slices), length))
-    return expand(jax.tree.unflatten(treedef, rows))
-
   def attend(q, leaves, terms):
-    kv = keys_and_values(leaves)
+    rows = without_hidden(leaves, seen_rows(jnp.asarray(mask.slices), length))
+    kv = expand(jax.tree.unflatten(treedef, rows))
     check_kv(q, kv, length)
     return attention(q, *kv, mask, **terms, **static)
 
@@ -64,10 +60,10 @@ def latent_attention(
 
 def latent_leaves(latent: Any) -> tuple[tuple[jax.Array, ...], Any]:
   """The arrays of a tree of latents, checked, and the tree."""
-  leaves, treedef = jax.tree.flatten(latent)
-  if not leaves:
+  found, treedef = jax.tree.flatten(latent)
+  if not found:
     raise ValueError("latent must have at least one array")
-  leaves = tuple(map(jnp.asarray, leaves))
+  leaves = tuple(map(jnp.asarray, found))
   for x in leaves:
     is_real = x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)
     is_real |= jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize * 8 == jnp.finfo(x).bits

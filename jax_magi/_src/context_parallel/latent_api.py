@@ -21,7 +21,7 @@ from jax_magi._src.context_parallel.rows import row_counts
 from jax_magi._src.context_parallel.whole_arrays import Layout, attend_whole
 from jax_magi._src.transforms.closure import OpenFunction, open_closure
 from jax_magi._src.transforms.explicit import on_explicit_axes
-from jax_magi._src.transforms.varying import varying_axes, vary_like
+from jax_magi._src.transforms.varying import vary_like, varying_axes
 
 
 def calc_latent_attn(
@@ -138,7 +138,7 @@ def context_parallel_latent_attention(
   """
   layout = Layout.of(q, key, mesh, axis_name, batch_axis, head_axis)
   leaves, _ = latent_leaves(latent)
-  layout.check_rows({"latent": leaves[0]}, has_heads=False)
+  layout.check_rows({f"latent {i}": x for i, x in enumerate(leaves)}, has_heads=False)
 
   def attend(q, latent, key, sink, *params):
     return calc_latent_attn(

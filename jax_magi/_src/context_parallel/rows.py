@@ -59,7 +59,7 @@ class RowForm:
       part, begin = wire[:, begin:end], end
       if dtype != self._wire_dtype:
         part = part.reshape(len(wire), *shape, *([ratio] if ratio > 1 else []))
-        part = part != 0 if dtype == bool else lax.bitcast_convert_type(part, dtype)
+        part = part != 0 if np.dtype(dtype).kind == "b" else lax.bitcast_convert_type(part, dtype)
       parts.append(part.reshape(len(wire), *shape))
     return tuple(parts)
 
@@ -90,7 +90,7 @@ class RowForm:
   def _as_wire(self, x: Any) -> Any:
     if x.dtype == self._wire_dtype:
       return x
-    if x.dtype == bool:
+    if x.dtype.kind == "b":
       return x.astype(self._wire_dtype)
     return lax.bitcast_convert_type(x, self._wire_dtype)
 
