@@ -146,8 +146,9 @@ def row_counts(spec: KeySpec, *, keeps_rows: bool) -> list[int]:
   counts = {*lengths}
   if spec.overlap_degree and spec.cp_size > 1:
     num_hops = [len(hops) for hops in spec.capacities.hops]
-    steps = steps_of(num_hops, is_fetching=not keeps_rows, is_backward=True)
-    for step in steps:
+    _, order = spec.capacities.orders
+    steps = steps_of(num_hops, order, is_fetching=not keeps_rows, is_backward=True)
+    for step in (step for step in steps if step.stage >= 0):
       num_parts = num_parts_of(steps, step.stage)
       begin, end = part_of_rows(lengths[step.stage], step.part, num_parts)
       counts.add(end - begin)
