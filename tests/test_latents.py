@@ -116,10 +116,10 @@ def test_rows_of_several_dtypes_travel_as_they_are():
   for (path, x), y in zip(
     jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves((want, want_grads)), strict=True
   ):
-    tolerance = 1e-2 if "half" in str(path) else 2e-5
-    np.testing.assert_allclose(
-      np.asarray(x, np.float32), np.asarray(y, np.float32), atol=tolerance, err_msg=str(path)
-    )
+    x, y = (np.asarray(array, np.float32) for array in (x, y))
+    # Of bfloat16 rows, the part of each of four ranks is rounded, and so is the sum.
+    allowed = 4 * 2**-9 * np.abs(y).max() if "half" in str(path) else 2e-5
+    np.testing.assert_allclose(x, y, atol=allowed, rtol=0, err_msg=str(path))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)

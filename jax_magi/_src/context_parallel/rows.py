@@ -68,16 +68,13 @@ class RowForm:
     return jnp.concatenate([_flat(x.astype(np.float32)) for x in gradients], axis=1)
 
   def parted_gradients(self, gradients: Any) -> tuple[Any, ...]:
-    """In the rows' shapes and dtypes: None for arrays that have none."""
-    parts: list[Any] = []
-    begin = 0
+    """The inverse, in the dtypes of those arrays."""
+    parts, begin = [], 0
     for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-      if not _has_gradient(dtype):
-        parts.append(None)
-        continue
-      end = begin + math.prod(shape)
-      parts.append(gradients[:, begin:end].reshape(len(gradients), *shape).astype(dtype))
-      begin = end
+      if _has_gradient(dtype):
+        end = begin + math.prod(shape)
+        parts.append(gradients[:, begin:end].reshape(len(gradients), *shape).astype(dtype))
+        begin = end
     return tuple(parts)
 
   @property
