@@ -119,6 +119,7 @@ def test_gpt_on_data_tensor_and_context_parallel_devices():
   assert query.sharding.shard_shape(query.shape)[2] == config.num_q_heads // 2
 
 
+@pytest.mark.long
 def test_mla_learns_on_eight_devices_what_it_learns_on_one():
   """20 steps in float32, on packed documents, some of which QK-Clip clips."""
   example = _load("mla_gpt")

@@ -299,3 +299,28 @@ def test_bad_input_is_named():
     call((x, jnp.ones((48, 2))))
   with pytest.raises(ValueError, match="keep_remote_kv must be True or False"):
     call(x, keep_remote_kv=1)
+
+
+def test_replicated_parameters_in_a_loop_must_vary():
+  """What `expand` passes to a loop; elsewhere, its parameters are made to vary for it."""
+  key = magi_attn_flex_key(AttentionMask.causal(96), cp_size=4)
+  mesh = make_mesh(cp=4)
+
+  def step(x, w, key, *, varies):
+    w = jax.lax.pcast(w, "cp", to="varying") if varies else w
+
+    def expand(rows):
+      looped = jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ w), rows)
+      return looped, looped
+
+    return jax.lax.psum(jax_magi.calc_latent_attn(x, x, key, expand=expand)[0].sum(), "cp")
+
+  def trace(varies):
+    specs = P("cp"), P(), P("cp")
+    fun = functools.partial(step, varies=varies)
+    fun = jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=P())
+    return jax.eval_shape(jax.grad(fun, 1), jnp.ones((96, 2, 16)), jnp.ones((16, 16)), key)
+
+  assert trace(True).shape == (16, 16)
+  with pytest.raises(NotImplementedError, match=r"replicated over a mesh axis.*pcast"):
+    trace(False)
