@@ -32,15 +32,14 @@ import numpy as np
 import jax_magi
 from benchmarks.context_parallel import (
   LATENCY,
-  LOCAL,
   MASKS,
   NETWORKS,
   NODE,
   NVLINK,
-  Kernels,
   kernels_of_ranks,
   time_ranks,
 )
+from benchmarks.rank_kernels import LOCAL, Kernels
 from benchmarks.timing import seconds
 from jax_magi import AttentionMask, Links
 from jax_magi._src.context_parallel.predict import predict as predict_pass
