@@ -100,7 +100,8 @@ class RowForm:
     if self.expand is None:
       k, v = rows
       return k, v
-    return self.expand(without_hidden(rows, seen_rows(slices, rows[0].shape[0])), constants)
+    k, v = self.expand(without_hidden(rows, seen_rows(slices, rows[0].shape[0])), constants)
+    return k, v
 
   def differentiated(
     self, rows: Sequence[Any], constants: Sequence[Any], slices: Any
@@ -117,7 +118,8 @@ class RowForm:
     rows = without_hidden(rows, is_seen)
 
     def fun(some_rows, some_constants):
-      return expand(_filled(rows, some_rows), _filled(constants, some_constants))
+      k, v = expand(_filled(rows, some_rows), _filled(constants, some_constants))
+      return k, v
 
     (k, v), vjp = jax.vjp(fun, differentiable(rows), differentiable(constants))
 
