@@ -130,7 +130,7 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
     for cp_size in cp_sizes:
       for network in networks_of(cp_size):
         key = planned_key(name, cp_size, network)
-        cell = {"mask": name, "cp_size": cp_size, "network": network, **_time_ranks(kernels, key)}
+        cell = {"mask": name, "cp_size": cp_size, "network": network, **time_ranks(kernels, key)}
         cells.append(cell)
         busiest = int(np.sum(cell["areas"][0], axis=1).argmax())
         times = (sum(cell[name][busiest]) for name in ("forward", "backward"))
@@ -143,7 +143,7 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def _time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
+def time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
   """Areas of the stages of a few ranks, forward and backward, and seconds."""
   capacities, is_whole = key.capacities, key.whole_slices is not None
   areas = key.areas(is_forward=True), key.areas()
@@ -232,10 +232,8 @@ def predict(data: dict[str, Any]) -> list[Cell]:
   return [_predict(cell, data["alone"][cell["mask"]]) for cell in data["cells"]]
 
 
-def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
-  network = cell["network"]
-  key = planned_key(cell["mask"], cell["cp_size"], network)
-  stats, spec = key.stats(), key.spec
+def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndarray:
+  """float64 `[ranks, stages, 2]`: seconds of the kernels of all ranks, from those of a few."""
   kernels = [
     np.stack(
       [
@@ -251,6 +249,14 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
     )
     for number, name in enumerate(("forward", "backward"))
   ]
+  return np.stack(kernels, axis=-1)
+
+
+def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
+  network = cell["network"]
+  key = planned_key(cell["mask"], cell["cp_size"], network)
+  stats, spec = key.stats(), key.spec
+  kernels = kernels_of_ranks(cell, key)
 
   def links(grad_row_bytes: int) -> Links:
     return Links(
@@ -266,7 +272,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       spec.capacities.hops,
       spec.ranks,
       spec.overlap_degree,
-      np.stack(kernels, axis=-1),
+      kernels,
       links(grad_row_bytes),
       spec.capacities.orders,
     )

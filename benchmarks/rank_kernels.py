@@ -14,16 +14,16 @@ NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 48, 8, 128
 
 
 class Kernels:
-  """Times of kernel calls, with masks as data."""
+  """Times of kernel calls, with masks as data; `dims` are of q and k, and of v."""
 
-  def __init__(self):
+  def __init__(self, heads=(NUM_Q_HEADS, NUM_KV_HEADS), dims=(HEAD_DIM, HEAD_DIM)):
     import jax
     import jax.numpy as jnp
 
     from jax_magi._src.attention import dq_sum, ops
 
     self.jax, self.jnp, self.ops, self.dq_sum = jax, jnp, ops, dq_sum
-    self.config = ops.AttentionConfig(HEAD_DIM**-0.5)
+    self.config, self.heads, self.dims = ops.AttentionConfig(dims[0] ** -0.5), heads, dims
     self._jitted: dict[str, Callable] = {}
 
   def alone(self, slices: np.ndarray, length: int) -> tuple[float, float]:
@@ -33,7 +33,7 @@ class Kernels:
       return self.ops.forward(self.config, q, k, v, table, self._sink())
 
     def backward(q, k, v, lse, delta, table):
-      return self.ops.backward(self.config, q, k, v, q, lse, delta, table)
+      return self.ops.backward(self.config, q, k, v, self._dout(q), lse, delta, table)
 
     q, k, v = self._operands(length, length)
     table = self.jnp.asarray(slices[None])
@@ -61,7 +61,7 @@ class Kernels:
     q, k, v = self._operands(LOCAL, k_len)
     lse, running, copies = self._lse(), None, 0.0
     if not is_first:
-      out = self.jnp.zeros((*lse.shape, HEAD_DIM), q.dtype if is_whole else np.float32)
+      out = self.jnp.zeros((*lse.shape, self.dims[1]), q.dtype if is_whole else np.float32)
       running = out, lse, lse[:, 0]
       # Here they are arguments, which a call may not write to: it begins with a copy.
       copies = self._copy_seconds(running if is_whole or not is_rounded else running[1:])
@@ -76,7 +76,7 @@ class Kernels:
     def backward(q, k, v, lse, delta, table, dq):
       dq = self.dq_sum.empty_dq_sum(q, v) if is_first else dq
       dq, dk, dv = self.ops.backward(
-        self.config, q, k, v, q, lse, delta, table, grad_dtype=np.float32, running_dq=dq
+        self.config, q, k, v, self._dout(q), lse, delta, table, grad_dtype=np.float32, running_dq=dq
       )
       return (self.dq_sum.finished_dq(self.config, dq, q, v, q.dtype) if is_last else dq), dk, dv
 
@@ -88,13 +88,16 @@ class Kernels:
     return self._seconds(kind, backward, q, k, v, lse, lse * 0.0, table, dq) - copies
 
   def _lse(self):
-    return self.jnp.full((1, LOCAL, NUM_Q_HEADS), 9.0, np.float32)
+    return self.jnp.full((1, LOCAL, self.heads[0]), 9.0, np.float32)
 
   def _copy_seconds(self, arrays: Any) -> float:
     return self._seconds("copy", lambda x: self.jax.tree.map(self.jnp.copy, x), arrays)
 
   def _sink(self):
-    return np.full((1, NUM_Q_HEADS), -np.inf, np.float32)
+    return np.full((1, self.heads[0]), -np.inf, np.float32)
+
+  def _dout(self, q):
+    return q[..., : self.dims[1]]
 
   def _call(self, name: str, fun: Callable, *arguments: Any):
     return self._jitted.setdefault(name, self.jax.jit(fun))(*arguments)
@@ -108,8 +111,9 @@ class Kernels:
   @functools.cache  # noqa: B019 (it lives as long as the program)
   def _operands(self, q_len: int, k_len: int):
     keys = self.jax.random.split(self.jax.random.key(0), 3)
-    shapes = [(1, q_len, NUM_Q_HEADS), (1, k_len, NUM_KV_HEADS), (1, k_len, NUM_KV_HEADS)]
+    (q_heads, kv_heads), (dim, value_dim) = self.heads, self.dims
+    shapes = [(q_len, q_heads, dim), (k_len, kv_heads, dim), (k_len, kv_heads, value_dim)]
     return [
-      self.jax.random.normal(key, (*shape, HEAD_DIM), self.jnp.bfloat16)
+      self.jax.random.normal(key, (1, *shape), self.jnp.bfloat16)
       for key, shape in zip(keys, shapes, strict=True)
     ]

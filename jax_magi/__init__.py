@@ -5,6 +5,7 @@ from jax_magi._src.attention.api import AttnForwardMeta, attention, flex_flash_a
 from jax_magi._src.attention.dot_product import dot_product_attention
 from jax_magi._src.attention.explain import Explanation, explain_attention
 from jax_magi._src.attention.flax_fn import flax_attention_fn
+from jax_magi._src.attention.latent import latent_attention
 from jax_magi._src.attention.merge import merge_attention
 from jax_magi._src.attention.ops import CHECKPOINT_NAMES
 from jax_magi._src.context_parallel.api import (
@@ -15,6 +16,10 @@ from jax_magi._src.context_parallel.api import (
 from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
 from jax_magi._src.context_parallel.key import DistAttnKey
+from jax_magi._src.context_parallel.latent_api import (
+  calc_latent_attn,
+  context_parallel_latent_attention,
+)
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.make_keys import (
   key_for_new_mask,
@@ -51,8 +56,10 @@ __all__ = [
   "__version__",
   "attention",
   "calc_attn",
+  "calc_latent_attn",
   "check_exchange",
   "context_parallel_attention",
+  "context_parallel_latent_attention",
   "dispatch",
   "dot_product_attention",
   "explain_attention",
@@ -62,6 +69,7 @@ __all__ = [
   "fused_scale_mask_softmax",
   "get_position_ids",
   "key_for_new_mask",
+  "latent_attention",
   "magi_attn_flex_key",
   "magi_attn_varlen_key",
   "merge_attention",

@@ -13,7 +13,7 @@ import pytest
 
 import jax_magi
 from benchmarks import __main__ as command
-from benchmarks import timing
+from benchmarks import mla, timing
 from jax_magi._src.native.backends import HOPPER
 from jax_magi._src.native.overlap import STAND_IN_TARGETS
 
@@ -98,3 +98,25 @@ def test_stand_in_for_communication_is_registered_by_benchmarks_alone():
     pytest.skip("built without the CUDA kernels")
   assert set(module.benchmark_handlers()) == set(STAND_IN_TARGETS)
   assert not set(module.handlers()) & set(STAND_IN_TARGETS)
+
+
+def test_latents_scale_better_than_expanded_rows():
+  """The prediction of the study, from times of kernels and of expansion that are made up."""
+  cells = []
+  for form in mla.WIDTHS:
+    key = mla.make_key(form, "varlen causal", 16, 1)
+    areas = [key.areas(is_forward=is_forward)[:1].tolist() for is_forward in (True, False)]
+    times = {"areas": areas, "expansion": [(0.0, 0.0)]}
+    for name, area, rate in zip(("forward", "backward"), areas, (1e-10, 1.7e-10), strict=True):
+      times[name] = [[rate * x for x in stages] for stages in area]
+    cells.append({"mask": "varlen causal", "form": form, "cp_size": 16, "degree": 1, **times})
+  alone = {"varlen causal": {"area": 10**8, "seconds": 0.027, "expansion": 0.0}}
+  rows = [
+    line for line in mla.predict({"alone": alone, "cells": cells}).splitlines() if "%" in line
+  ]
+  efficiency = {
+    (cells[3].strip(), cells[4].strip()): int(cells[-2].strip(" %"))
+    for cells in (line.split("|") for line in rows)
+  }
+  for network in ("50", "100"):
+    assert efficiency[network, "latents"] > efficiency[network, "expanded"] + 20

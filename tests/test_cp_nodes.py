@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_magi
-from jax_magi._src.context_parallel import api
+from jax_magi._src.context_parallel import whole_arrays
 from jax_magi._src.context_parallel.nodes import check_ranks_per_node
 from tests.cp_runs import make_mesh
 
@@ -63,7 +63,7 @@ def test_attention_on_a_mesh_checks_its_nodes(monkeypatch):
     seen.append(arguments)
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(api, "check_ranks_per_node", stop)
+  monkeypatch.setattr(whole_arrays, "check_ranks_per_node", stop)
   mesh = make_mesh(cp=4)
   key = jax_magi.magi_attn_varlen_key([0, 64], cp_size=4, ranks_per_node=2)
   q = np.zeros((64, 1, 8), np.float32)

@@ -11,7 +11,7 @@ from tests.doc_blocks import blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 # Their code trains models, or compiles programs for many devices.
-_LONG_PAGES = {"context_parallel.md", "integrations.md", "overlap.md", "qk_clip.md"}
+_LONG_PAGES = {"context_parallel.md", "integrations.md", "mla.md", "overlap.md", "qk_clip.md"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 

@@ -117,3 +117,20 @@ def test_gpt_on_data_tensor_and_context_parallel_devices():
   # The weights stayed where they were put: half of the heads on each device.
   query = mesh["params"]["blocks"]["query"]
   assert query.sharding.shard_shape(query.shape)[2] == config.num_q_heads // 2
+
+
+@pytest.mark.long
+def test_mla_learns_on_eight_devices_what_it_learns_on_one():
+  """20 steps in float32, on packed documents, some of which QK-Clip clips."""
+  example = _load("mla_gpt")
+  config = example.dataclasses.replace(
+    example.Config(), num_layers=2, embed=32, num_heads=2, nope_dim=8, value_dim=8, q_rank=16,
+    kv_rank=16, hidden=64, length=96, batch=2, num_steps=20, learning_rate=0.03, threshold=4.0,
+  )  # fmt: skip
+  ranks = example.train(config, dp=2, cp=4)
+  alone = example.train(config)
+  np.testing.assert_allclose(ranks["loss"], alone["loss"], rtol=1e-5)
+  np.testing.assert_allclose(ranks["max_logits"], alone["max_logits"], rtol=1e-4)
+  assert np.shape(alone["max_logits"]) == (20, 2)
+  assert alone["loss"][-1] < alone["loss"][0]
+  assert max(alone["max_logit"]) > config.threshold, "nothing was clipped"

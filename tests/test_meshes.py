@@ -206,6 +206,35 @@ _case(*_HEADS, name="ranks_whose_heads_are_split")(_ranks(keeps=False))
 _case(*_HEADS, name="ranks_that_keep_keys")(_ranks(keeps=True))
 
 
+_LATENT, _WEIGHT = normal(32, 6, seed=6), normal(6, 8, 16, seed=7)
+
+
+def _expand(rows, weight):
+  return jnp.split(jnp.einsum("tr,rhd->thd", rows, weight), 2, axis=-1)
+
+
+@_case((_Q[0], _THD), (_LATENT, P()), (_WEIGHT, _THD))
+def latents(_, q, latent, weight):
+  mask = AttentionMask.causal(32)
+
+  def attend(q, latent, weight):
+    expand = functools.partial(_expand, weight=weight)
+    return jax_magi.latent_attention(q, latent, mask, expand=expand)[0]
+
+  return _gradients(attend, q, latent, weight)
+
+
+@_case((_Q[0], P("x", "y")), (_LATENT, P("x")), (_WEIGHT, _THD))
+def latents_of_ranks(mesh, q, latent, weight):
+  def attend(q, latent, weight):
+    return jax_magi.context_parallel_latent_attention(
+      *(q, latent, _WHOLE_KEY), expand=_expand, params=weight, param_specs=_THD, mesh=mesh,
+      axis_name="x", head_axis="y",
+    )[0]  # fmt: skip
+
+  return _gradients(attend, q, latent, weight)
+
+
 @_case((_Q[0], P("x", "y")))
 def rows_of_ranks(mesh, rows):
   def rank(rows, key):

@@ -16,6 +16,7 @@ from jax_magi.optim import (
   Projection,
   QkProjections,
   apply_qk_clip,
+  qk_clip,
   qk_clip_gamma,
 )
 from tests.arrays import assert_same_bits, normal
@@ -161,20 +162,22 @@ def _mla_max(params, x, latent):
   return (logits * (NOPE + ROPE) ** -0.5).max(axis=(1, 2))
 
 
-@pytest.mark.parametrize("is_merged", [False, True], ids=["heads_dim", "merged"])
-def test_mla_splits_gamma_between_its_parts(is_merged):
+@pytest.mark.parametrize(
+  ("is_merged", "alpha"), [(False, 0.5), (True, 0.5), (False, 0.2), (True, 1.0)], ids=str
+)
+def test_mla_splits_gamma_between_its_parts(is_merged, alpha):
   params, projections = _mla(is_merged)
   x = normal(40, EMBED, seed=3, dtype=np.float64)
   latent = normal(40, RANK, seed=4, dtype=np.float64)
   max_logits = _mla_max(params, x, latent)
   hot = int(max_logits.argmax())
   tau = float(np.sort(max_logits)[-2:].mean())
-  clipped = apply_qk_clip(params, max_logits.astype(np.float32), projections, tau)
+  clipped = apply_qk_clip(params, max_logits.astype(np.float32), projections, tau, alpha=alpha)
   clipped = jax.tree.map(np.asarray, clipped)
 
   gamma = tau / max_logits[hot]
   q, kv = (np.ones((MLA_HEADS, NOPE + n)) for n in (ROPE, VALUE))
-  q[hot, :NOPE] = kv[hot, :NOPE] = np.sqrt(gamma)
+  q[hot, :NOPE], kv[hot, :NOPE] = gamma**alpha, gamma ** (1 - alpha)
   q[hot, NOPE:] = gamma
   for name, factor in (("q_b", q), ("kv_b", kv)):
     old, new = (p[name]["kernel"].reshape(RANK, MLA_HEADS, -1) for p in (params, clipped))
@@ -184,6 +187,29 @@ def test_mla_splits_gamma_between_its_parts(is_merged):
   again = _mla_max(clipped, x, latent)
   np.testing.assert_allclose(again[hot], tau, rtol=8 * F32_EPS)
   np.testing.assert_array_equal(np.delete(again, hot), np.delete(max_logits, hot))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_alpha_divides_the_correction_between_queries_and_keys(alpha):
+  params = make_kernels()
+  statistics = np.array([50.0, 400.0, 100.0, 120.0], np.float32)
+  gamma = np.minimum(100.0 / statistics.astype(np.float64), 1.0)
+  clipped = apply_qk_clip(params, statistics, make_projections(), alpha=alpha)
+  for name, power in (("q", alpha), ("k", 1 - alpha)):
+    expected = params[name]["kernel"] * (gamma**power)[:, None]
+    np.testing.assert_allclose(clipped[name]["kernel"], expected, rtol=4 * F32_EPS, atol=0)
+  chained = qk_clip(make_projections(), alpha=alpha)
+  zeros = jax.tree.map(np.zeros_like, params)
+  updates, _ = chained.update(zeros, chained.init(params), params, max_logits=statistics)
+  for name in params:
+    updated = params[name]["kernel"] + updates[name]["kernel"]
+    np.testing.assert_allclose(updated, clipped[name]["kernel"], rtol=4 * F32_EPS, atol=1e-7)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5, np.nan, True, None], ids=str)
+def test_alpha_is_a_number_from_0_to_1(alpha):
+  with pytest.raises(ValueError, match="alpha must be a number from 0 to 1"):
+    apply_qk_clip(make_kernels(), np.ones(4, np.float32), make_projections(), alpha=alpha)
 
 
 # How to get from [layers, embed, heads, dim] to the layout, and the axis to merge with its next.

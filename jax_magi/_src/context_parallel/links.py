@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from jax_magi._src.arguments import check_number
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_magi._src.arguments import check_length, check_number
 
 # Of the operations of both passes: two products forward, five backward.
 FORWARD_SHARE = 2 / 7
+# Operations a second of our kernels on an H200, over both passes.
+_RATE = 550e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Links:
   latency: float = 20e-6
   row_bytes: int = 4096
   grad_row_bytes: int = 8192
-  pair_seconds: float = 86016 / 550e12
+  pair_seconds: float = 86016 / _RATE
   stage_seconds: tuple[float, float] = (0.05e-3, 0.2e-3)
   merge_seconds: float = 0.1e-3
 
@@ -50,6 +57,42 @@ class Links:
     for name, seconds in (*times, *(("stage_seconds", x) for x in self.stage_seconds)):
       if check_number(name, seconds) < 0.0:
         raise ValueError(f"{name} must not be negative, got {seconds}")
+
+  def for_rows(self, rows: Any, *, remote_grad_dtype: Any = None) -> Links:
+    """The same links, for rows of these arrays: what travels of a token in `calc_latent_attn`.
+
+        links = Links().for_rows(latent).for_heads(64, 192, 128)
+        key = magi_attn_flex_key(..., links=links)
+
+    Args:
+      rows: a tree of arrays `[n, ...]`, or of `jax.ShapeDtypeStruct`: latents, or k and v.
+      remote_grad_dtype: as in `calc_attn`.
+    """
+    leaves = jax.tree.leaves(rows)
+    if not leaves or not all(hasattr(x, "dtype") and len(x.shape) for x in leaves):
+      raise ValueError(f"rows must be arrays with an axis of rows, got {rows!r}")
+    widths = [(math.prod(x.shape[1:]), x.dtype) for x in leaves]
+    row_bytes = sum(width * np.dtype(dtype).itemsize for width, dtype in widths)
+    grad_bytes = np.dtype(np.float32 if remote_grad_dtype is None else remote_grad_dtype).itemsize
+    grad_width = sum(width for width, dtype in widths if jnp.issubdtype(dtype, jnp.inexact))
+    return dataclasses.replace(self, row_bytes=row_bytes, grad_row_bytes=grad_width * grad_bytes)
+
+  def for_heads(self, num_q_heads: int, head_dim: int, value_dim: int | None = None) -> Links:
+    """The same links, for attention with these heads: `pair_seconds` at the rate of an H200.
+
+    Args:
+      num_q_heads: query heads of a device.
+      head_dim: of queries and keys.
+      value_dim: of values; None is `head_dim`.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {"num_q_heads": num_q_heads, "head_dim": head_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+      if check_length(name, size) == 0:
+        raise ValueError(f"{name} must be positive, got 0")
+    # Seven products, four of which are with queries or keys, and three with values.
+    operations = num_q_heads * (8 * head_dim + 6 * value_dim)
+    return dataclasses.replace(self, pair_seconds=operations / _RATE)
 
   @property
   def near_row(self) -> float:

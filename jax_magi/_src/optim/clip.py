@@ -54,6 +54,7 @@ def apply_qk_clip(
   projections: Projections,
   threshold: Any = 100.0,
   *,
+  alpha: float = 0.5,
   report: bool = True,
 ) -> Any:
   """Scales query and key projections so that no head's largest logit is above the threshold.
@@ -67,6 +68,8 @@ def apply_qk_clip(
       everything that was computed with these weights: see `reduce_max_logits`.
     projections: where the projections are.
     threshold: positive; inf never clips.
+    alpha: from 0 to 1: queries are scaled by `gamma ** alpha`, keys by `gamma ** (1 - alpha)`.
+      Megatron calls it `qk_clip_alpha`.
     report: whether to tell of heads whose maximum is NaN or +inf: `FloatingPointError`, or under
       `jax.jit` an error in the log "jax_magi". They, and heads that share a key with them, keep
       their weights.
@@ -75,7 +78,7 @@ def apply_qk_clip(
     params, clipped.
   """
   check_threshold(threshold)
-  attention = find_attention(params, projections)
+  attention = find_attention(params, projections, check_alpha(alpha))
   statistics = match_statistics(attention, max_logits)
   if report:
     report_broken(statistics)
@@ -201,3 +204,11 @@ def check_threshold(threshold: Any) -> None:
     is_positive = False
   if not is_positive:
     raise ValueError(f"threshold must be a positive number (inf never clips), got {threshold!r}")
+
+
+def check_alpha(alpha: Any) -> float:
+  """The queries' part of a correction is a static number from 0 to 1."""
+  is_number = isinstance(alpha, (int, float, np.integer, np.floating))
+  if not is_number or isinstance(alpha, bool) or not 0.0 <= alpha <= 1.0:
+    raise ValueError(f"alpha must be a number from 0 to 1, got {alpha!r}")
+  return float(alpha)

@@ -42,6 +42,7 @@ def qk_clip(
   projections: Projections,
   threshold: Any = 100.0,
   *,
+  alpha: float = 0.5,
   accumulate: bool = False,
   report: bool = True,
 ) -> Any:
@@ -70,6 +71,7 @@ def qk_clip(
   Args:
     projections: where the projections are.
     threshold: positive; inf never clips.
+    alpha: as in `apply_qk_clip`.
     accumulate: whether to clip only when an update is not all zeros, by the maximum over all steps
       since the last one that was not. Steps that leave the parameters as they are then only add
       their maximum.
@@ -82,6 +84,7 @@ def qk_clip(
   """
   optax = _import_optax("qk_clip")
   clip.check_threshold(threshold)
+  alpha = clip.check_alpha(alpha)
 
   def init(params: Any) -> Any:
     attention = find_attention(params, projections)
@@ -96,7 +99,7 @@ def qk_clip(
       raise ValueError("qk_clip needs params: optimizer.update(grads, state, params, ...)")
     if max_logits is None:
       raise ValueError("qk_clip needs max_logits: optimizer.update(..., max_logits=max_logits)")
-    attention = find_attention(params, projections)
+    attention = find_attention(params, projections, alpha)
     given = clip.match_statistics(attention, max_logits)
     so_far = clip.match_statistics(attention, state.max_logits)
     if report:
@@ -122,6 +125,7 @@ def muon_clip(
   matrices: Mapping[str, str],
   threshold: Any = 100.0,
   *,
+  alpha: float = 0.5,
   weight_decay: Any = 0.1,
   consistent_rms: Any = 0.2,
   every_k_schedule: int | Callable[[Any], Any] = 1,
@@ -151,6 +155,7 @@ def muon_clip(
       named `layers` or `experts` are stacks of matrices; the other axes before the arrow together
       are a matrix's rows, those behind it its columns.
     threshold: of QK-Clip.
+    alpha: as in `qk_clip`.
     weight_decay: of Muon's kernels, times the learning rate. AdamW's is `adam_weight_decay`.
     consistent_rms: the root mean square of Muon's updates, per learning rate, whatever the kernel's
       shape; 0.2 is that of AdamW's.
@@ -184,7 +189,8 @@ def muon_clip(
   accumulate = every_k_schedule != 1
   if accumulate:
     muon = optax.MultiSteps(muon, every_k_schedule).gradient_transformation()
-  both = optax.chain(muon, qk_clip(projections, threshold, accumulate=accumulate, report=report))
+  clipping = qk_clip(projections, threshold, alpha=alpha, accumulate=accumulate, report=report)
+  both = optax.chain(muon, clipping)
 
   def init(params: Any) -> Any:
     # Here and not in dimension_numbers, which Optax also calls with parts of the parameters.
@@ -275,7 +281,7 @@ def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict
     if layout.muon_axes() is None:
       raise ValueError(f"matrices[{path!r}] must have inputs and outputs, got {layout.text!r}")
   for group in groups_of(projections).values():
-    for _, _, parameters in group.roles():
+    for _, _, parameters in group.roles(0.5):
       for projection in parameters:
         layout = projection.parsed
         if layouts.get(projection.path, layout) != layout:

@@ -116,8 +116,8 @@ class Projection:
 class QkProjections:
   """Multi-head and grouped-query attention: query heads g*G .. g*G+G-1 use key head g.
 
-  Both sides take half of the correction. A group's heads share its key head, so they share the
-  strongest correction that one of them needs.
+  Both sides take half of the correction, unless `alpha` divides it otherwise. A group's heads share
+  its key head, so they share the strongest correction that one of them needs.
 
   Attributes:
     q: kernel, or kernel and bias, of the query projection.
@@ -128,11 +128,11 @@ class QkProjections:
   k: Projection | Sequence[Projection]
 
   def __post_init__(self) -> None:
-    self.roles()  # Which checks them.
+    self.roles(0.5)  # Which checks them.
 
-  def roles(self) -> list[tuple[str, float, tuple[Projection, ...]]]:
-    """(name, power of gamma, parameters)."""
-    return [("q", 0.5, _as_tuple("q", self.q)), ("k", 0.5, _as_tuple("k", self.k))]
+  def roles(self, alpha: float) -> list[tuple[str, float, tuple[Projection, ...]]]:
+    """(name, power of gamma, parameters); `alpha` is the power of queries."""
+    return [("q", alpha, _as_tuple("q", self.q)), ("k", 1.0 - alpha, _as_tuple("k", self.k))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class MlaProjections:
   """Multi-head latent attention: heads with a part of their own, and one rotary key for all heads.
 
   The rotary key is shared and is left alone, so the rotary query takes the whole correction; the
-  other two take half of it each. Where one kernel holds several of them, `Projection.dims` tells
+  other two share it, by `alpha`. Where one kernel holds several of them, `Projection.dims` tells
   them apart.
 
   Attributes:
@@ -154,11 +154,11 @@ class MlaProjections:
   k_nope: Projection | Sequence[Projection]
 
   def __post_init__(self) -> None:
-    self.roles()  # Which checks them.
+    self.roles(0.5)  # Which checks them.
 
-  def roles(self) -> list[tuple[str, float, tuple[Projection, ...]]]:
-    """(name, power of gamma, parameters)."""
-    powers = {"q_nope": 0.5, "q_rope": 1.0, "k_nope": 0.5}
+  def roles(self, alpha: float) -> list[tuple[str, float, tuple[Projection, ...]]]:
+    """(name, power of gamma, parameters); `alpha` is the power of queries without rotation."""
+    powers = {"q_nope": alpha, "q_rope": 1.0, "k_nope": 1.0 - alpha}
     return [(name, power, _as_tuple(name, getattr(self, name))) for name, power in powers.items()]
 
 
@@ -262,13 +262,15 @@ def find_paths(path: str, known: Iterable[str]) -> list[str]:
   return [found[layer] for layer in range(len(found))]
 
 
-def find_attention(params: Any, projections: Projections) -> dict[str | None, Attention]:
-  """Finds all projections, by group."""
+def find_attention(
+  params: Any, projections: Projections, alpha: float = 0.5
+) -> dict[str | None, Attention]:
+  """Finds all projections, by group; `alpha` is the queries' part of a correction."""
   shapes = shapes_of(params)
   found: dict[str | None, Attention] = {}
   scaled: dict[str, list[Projection]] = {}
   for name, group in groups_of(projections).items():
-    found[name] = _find_group(shapes, group)
+    found[name] = _find_group(shapes, group, alpha)
     for site in found[name].sites:
       scaled.setdefault(site.path, []).append(site.projection)
   for path, users in scaled.items():
@@ -286,11 +288,11 @@ def _check_floating(params: Any, paths: Container[str]) -> None:
       )
 
 
-def _find_group(shapes: Mapping[str, tuple[int, ...]], group: Any) -> Attention:
+def _find_group(shapes: Mapping[str, tuple[int, ...]], group: Any, alpha: float) -> Attention:
   sites: list[Site] = []
   heads: dict[str, int] = {}
   layers: dict[str, int | None] = {}
-  for role, power, parameters in group.roles():
+  for role, power, parameters in group.roles(alpha):
     for projection in parameters:
       paths = find_paths(projection.path, shapes)
       for layer, path in enumerate(paths):

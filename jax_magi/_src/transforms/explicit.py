@@ -19,6 +19,11 @@ def spec_of(*arrays: Any) -> P:
   return next((spec for spec in specs if any(spec)), specs[0])
 
 
+def on_explicit_axes(x: Any) -> bool:
+  """Whether an array lies on a mesh that has Explicit axes here."""
+  return bool(_explicit_axes(jax.typeof(x).sharding.mesh))
+
+
 def merged_spec(*arrays: Any) -> P:
   """The spec of what arrays of one rank are broadcast to; the first one has the first say."""
   entries: list[Any] = [None] * len(spec_of(arrays[0]))

@@ -8,13 +8,20 @@ import jax
 from jax import lax
 
 
-def _axes(x: Any) -> frozenset[str]:
-  axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+def varying_axes(x: Any) -> frozenset[str]:
+  """The mesh axes over which an array varies."""
+  return axes_of_type(jax.typeof(x))
+
+
+def axes_of_type(aval: Any) -> frozenset[str]:
+  """The mesh axes over which arrays of this type vary."""
+  axes: frozenset[str] = aval.manual_axis_type.varying
   return axes
 
 
-def _vary(x: Any, axes: frozenset[str]) -> jax.Array:
-  missing = tuple(sorted(axes - _axes(x)))
+def vary_over(x: Any, axes: frozenset[str]) -> jax.Array:
+  """Makes `x` vary over these axes, besides those over which it varies already."""
+  missing = tuple(sorted(axes - varying_axes(x)))
   varying: jax.Array = lax.pcast(x, missing, to="varying") if missing else x
   return varying
 
@@ -25,10 +32,10 @@ def vary_together(*arrays: Any) -> tuple[jax.Array, ...]:
   JAX does this for its own operations. Where an array was replicated, autodiff then sums its
   gradient over those axes.
   """
-  axes = frozenset().union(*map(_axes, arrays))
-  return tuple(_vary(x, axes) for x in arrays)
+  axes = frozenset().union(*map(varying_axes, arrays))
+  return tuple(vary_over(x, axes) for x in arrays)
 
 
 def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """Makes `x` vary over the mesh axes of `like`: a loop's initial carry must, to match the rest."""
-  return _vary(x, _axes(like))
+  return vary_over(x, varying_axes(like))

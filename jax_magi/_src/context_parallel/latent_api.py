@@ -1,0 +1,173 @@
+"""The public functions of context parallelism in which other rows than keys and values travel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_magi._src.attention.api import AttnForwardMeta
+from jax_magi._src.attention.latent import check_kv, latent_leaves
+from jax_magi._src.context_parallel.key import DistAttnKey
+from jax_magi._src.context_parallel.rank_call import (
+  attend_on_rank,
+  check_local_lengths,
+  part_of_rank,
+  vary_all,
+)
+from jax_magi._src.context_parallel.rows import row_counts
+from jax_magi._src.context_parallel.whole_arrays import Layout, attend_whole
+from jax_magi._src.transforms.closure import OpenFunction, open_closure
+from jax_magi._src.transforms.explicit import on_explicit_axes
+from jax_magi._src.transforms.varying import vary_like, varying_axes
+
+
+def calc_latent_attn(
+  q: jax.Array,
+  latent: Any,
+  key: DistAttnKey,
+  *,
+  expand: Callable[[Any], tuple[jax.Array, jax.Array]],
+  axis_name: str = "cp",
+  **options: Any,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """`calc_attn` where ranks exchange latents, and each makes keys and values of them.
+
+  Each stage fetches rows of `latent`, expands them and attends. The backward pass does so again:
+  neither keys nor values of a layer stay in memory.
+
+  Args:
+    q: `[local, num_q_heads, head_dim]`, the rank's part of what `dispatch` returned.
+    latent: an array `[local, ...]`, or a tree of them, the rank's part likewise. They travel as
+      they are, in one collective, whatever their dtypes. Integers, such as positions, have no
+      gradient.
+    key: the mask's plan, passed with `in_specs=P(axis_name)`.
+    expand: `expand(rows)` returns k `[n, num_kv_heads, head_dim]` and v `[n, num_kv_heads,
+      value_dim]` of any n rows of `latent`, each made of its own row alone. It is differentiable,
+      and may close over parameters, which have gradients, too. It is called with a row that some
+      query sees in the place of each row that none sees.
+    axis_name: the mesh axis over which the sequence is split.
+    **options: as in `calc_attn`. With `keep_remote_kv=True`, other ranks' latents stay in memory
+      until the backward pass.
+
+  Returns:
+    out and meta, as `calc_attn`.
+  """
+  key = part_of_rank("calc_latent_attn", key, axis_name)
+  # A stage that computes whole queries would expand once more what stages before it had.
+  key = dataclasses.replace(key, whole_slices=None, whole_runs=None)
+  leaves, treedef = latent_leaves(latent)
+  check_local_lengths({"q": q}, {"latent": leaves[0]}, key)
+  keeps = options.get("keep_remote_kv", False)
+  # Of the types that they have when `expand` is called with them.
+  q, leaves, key = vary_all((q, leaves, key))
+  for _ in range(2):
+    function, constants = _opened(expand, leaves, treedef, row_counts(key.spec, keeps_rows=keeps))
+    before = varying_axes(q)
+    q, leaves, key, *_ = vary_all((q, leaves, key, constants))
+    if varying_axes(q) == before:
+      break  # And else, once more, as `expand` closes over arrays that vary over more axes.
+  for x in (*leaves, *constants):
+    if on_explicit_axes(x):
+      raise NotImplementedError(
+        "latent and what expand closes over cannot lie on Explicit mesh axes inside shard_map: "
+        "make them manual (axis_names=), or Auto"
+      )
+  kv_like = function.results(leaves)
+  check_kv(q, kv_like, leaves[0].shape[0])
+  return attend_on_rank(
+    q,
+    leaves,
+    kv_like,
+    key,
+    axis_name=axis_name,
+    expand=function,
+    constants=constants,
+    **options,
+  )
+
+
+def _opened(
+  expand: Any, leaves: Any, treedef: Any, counts: Any
+) -> tuple[OpenFunction, tuple[Any, ...]]:
+  """`expand` of a list of arrays of each of so many rows, and what it closes over."""
+
+  def rows_of(count: int) -> list[Any]:
+    return [vary_like(jnp.zeros((count, *x.shape[1:]), x.dtype), x) for x in leaves]
+
+  def fun(*leaves: Any) -> Any:
+    return expand(jax.tree.unflatten(treedef, leaves))
+
+  return open_closure(fun, [rows_of(count) for count in counts])
+
+
+def context_parallel_latent_attention(
+  q: jax.Array,
+  latent: Any,
+  key: DistAttnKey,
+  *,
+  expand: Callable[..., tuple[jax.Array, jax.Array]],
+  params: Any = None,
+  param_specs: Any = None,
+  mesh: Any = None,
+  axis_name: str = "cp",
+  batch_axis: str | tuple[str, ...] | None = None,
+  head_axis: str | tuple[str, ...] | None = None,
+  sink: jax.Array | None = None,
+  return_max_logits: bool = False,
+  **options: Any,
+) -> tuple[jax.Array, AttnForwardMeta]:
+  """`calc_latent_attn` for plain `jit`, on whole arrays: it wraps `shard_map` itself.
+
+  Args:
+    q: `[cp_size * local, num_q_heads, head_dim]` as `dispatch` returns it, or with a leading batch.
+    latent: an array `[cp_size * local, ...]`, or a tree of them, with a batch if q has one.
+    key: one for the whole batch, or a stack (`stack_keys`) with one for each row.
+    expand: as in `calc_latent_attn`; with `params`, it is `expand(rows, params)`.
+    params: a tree of arrays. What `expand` closes over is the same on all devices; where it needs
+      the parameters of a device's own heads, they are to be given here.
+    param_specs: a tree of PartitionSpecs, or one for all; None is `P()`, all of them everywhere.
+    mesh: has the axes named below; None is the current one.
+    axis_name: the axis over which the sequence is split.
+    batch_axis: the axes over which the batch is split, if it is.
+    head_axis: the axes over which heads of q are split, if they are. Latents are not.
+    sink: as in `calc_attn`.
+    return_max_logits: as in `calc_attn`. They are `[num_q_heads]`, or `[batch, num_q_heads]`.
+    **options: as in `calc_latent_attn`.
+
+  Returns:
+    out and meta of whole arrays.
+  """
+  layout = Layout.of(q, key, mesh, axis_name, batch_axis, head_axis)
+  leaves, _ = latent_leaves(latent)
+  layout.check_rows({f"latent {i}": x for i, x in enumerate(leaves)}, has_heads=False)
+
+  def attend(q: Any, latent: Any, key: Any, sink: Any, *params: Any) -> Any:
+    return calc_latent_attn(
+      q,
+      latent,
+      key,
+      expand=lambda rows: expand(rows, *params),
+      axis_name=axis_name,
+      sink=sink,
+      return_max_logits=return_max_logits,
+      **options,
+    )
+
+  has_params = params is not None
+  return attend_whole(
+    layout,
+    attend,
+    q,
+    latent,
+    layout.rows,
+    key,
+    sink,
+    (params,) if has_params else (),
+    (jax.sharding.PartitionSpec() if param_specs is None else param_specs,) if has_params else (),
+    return_max_logits=return_max_logits,
+    reduce_max_logits=options.get("reduce_max_logits", True),
+  )
