@@ -1,4 +1,4 @@
-// The mask, in one place: what a slice is and which pairs it makes visible.
+// The definition of the mask: what a slice is and which pairs it makes visible.
 //
 // A slice is a rectangle of the score matrix with a diagonal band. Pair (i, j) is visible iff
 //
@@ -22,7 +22,8 @@
 
 namespace jax_magi {
 
-// A band without this edge. Lengths stay below it, so `row + kUnbounded` still fits in 32 bits.
+// An edge at this distance does not bound the band. Lengths stay below it, so `row + kUnbounded`
+// still fits in 32 bits.
 constexpr int32_t kUnbounded = 1 << 30;
 
 struct Slice {
@@ -45,8 +46,8 @@ JAX_MAGI_INLINE int32_t Clamp(int32_t x, int32_t low, int32_t high) {
   return Max(low, Min(x, high));
 }
 
-// A traced mask is only seen here, so nothing has checked it: keep every index inside the arrays,
-// and every sum inside 32 bits.
+// A traced mask has not been validated before it gets here: keep every index inside the arrays, and
+// every sum inside 32 bits.
 JAX_MAGI_INLINE Slice ClampSlice(const Slice& s, int32_t q_len, int32_t k_len) {
   return {Clamp(s.q_begin, 0, q_len),           Clamp(s.q_end, 0, q_len),
           Clamp(s.k_begin, 0, k_len),           Clamp(s.k_end, 0, k_len),

@@ -1,16 +1,16 @@
-// What one fused scale + mask + softmax is made of, whichever device computes it.
+// The definition of one fused scale + mask + softmax call, for every device.
 //
-// With s = scale * x + mask over visible columns, and an offset z that is one more logit:
+// With s = scale * x + mask over visible columns, and an offset z that acts as one more logit:
 //
-//   y = exp(s) / (sum of exp(s) + exp(z)),   offset_probability = exp(z) / (the same)
+//   y = exp(s) / (sum of exp(s) + exp(z)),   offset_probability = exp(z) / (sum of exp(s) + exp(z))
 //
-// A column is visible if the band shows it and a boolean mask holds true there. Rows that see
-// nothing, or only scores of -inf, are zero. Backward: dot = sum of y * dy, dx = scale * y * (dy -
-// dot).
+// A column is visible if the band contains it and the boolean mask, if any, is true there. Fully
+// masked rows, and rows whose scores are all -inf, return zeros.
+// Backward: dot = sum of y * dy, dx = scale * y * (dy - dot).
 //
 // Layouts (row-major):
 //   x, y, dy, dx              [batch, heads, q_len, k_len]
-//   mask                      the same, and each dimension may be 1: broadcast
+//   mask                      the same, or 1 in each dimension that is broadcast
 //   offset                    [batch or 1, heads]
 //   offset_probability, dot   [batch, heads, q_len]
 
@@ -40,9 +40,9 @@ enum class MaskKind { kNone, kBool, kAdditive };
 
 struct SoftmaxMask {
   MaskKind kind = MaskKind::kNone;
-  DType dtype = DType::kF32;  // Of an additive mask: x's, or float32.
+  DType dtype = DType::kF32;  // The dtype of an additive mask: that of x, or float32.
   const void* data = nullptr;
-  // In elements; 0 where the mask is broadcast.
+  // In elements; 0 for a broadcast dimension.
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, column_stride = 0;
 };
 
@@ -62,17 +62,18 @@ struct SoftmaxBackwardArgs {
   float scale;
   const void *y, *dy;
   void* dx;    // May be y or dy.
-  float* dot;  // Null: not asked for.
+  float* dot;  // Null: not requested.
 };
 
-// How scores become exponents: exp((x * before + mask - max) * after).
+// How scores map to exponents: exp((x * before + mask - max) * after).
 struct ScoreScale {
   float before, after;
 };
 
-// Where nothing is added to x, differences are taken before they are scaled: with large scores that
-// is more accurate. `before` then carries the sign, so that the maximum stays a maximum, and halves
-// where a scale makes differences finite that overflow without it.
+// If nothing is added to x, the maximum is subtracted before scaling, which is more accurate for
+// large scores. `before` then carries the sign of the scale, so that the maximum stays a maximum.
+// It is one half if |scale| < 1: the differences of large scores could otherwise overflow although
+// the scaled differences are finite.
 JAX_MAGI_INLINE ScoreScale GetScoreScale(const SoftmaxForwardArgs& args) {
   const bool is_alone = args.mask.kind != MaskKind::kAdditive && args.offset == nullptr;
   if (!is_alone || args.scale == 0.0f) return {args.scale, 1.0f};
