@@ -1,4 +1,4 @@
-// Fast float arithmetic, as the hardware has it.
+// Fast approximate float arithmetic of the hardware.
 
 #ifndef JAX_MAGI_CUDA_ARITHMETIC_CUH_
 #define JAX_MAGI_CUDA_ARITHMETIC_CUH_

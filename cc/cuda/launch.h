@@ -1,4 +1,4 @@
-// Launches, and what they ask of the device.
+// Kernel launches, and the device queries they need.
 
 #ifndef JAX_MAGI_CUDA_LAUNCH_H_
 #define JAX_MAGI_CUDA_LAUNCH_H_
@@ -7,8 +7,8 @@
 
 namespace jax_magi::cuda {
 
-// Returns the launch's own error. After `<<<...>>>` there is only cudaGetLastError, which may be
-// that of an earlier call.
+// Returns the error of this launch. After `<<<...>>>` there is only cudaGetLastError, which may
+// return the error of an earlier call.
 template <typename... Params, typename... Args>
 cudaError_t LaunchKernel(void (*kernel)(Params...), unsigned num_blocks, unsigned num_threads,
                          cudaStream_t stream, const Args&... args) {
@@ -19,7 +19,7 @@ cudaError_t LaunchKernel(void (*kernel)(Params...), unsigned num_blocks, unsigne
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Streaming multiprocessors of the device that the next launch is for.
+// Number of SMs of the current device.
 inline cudaError_t GetNumSms(int* num_sms) {
   int device;
   const cudaError_t code = cudaGetDevice(&device);

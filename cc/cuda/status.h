@@ -1,4 +1,4 @@
-// CUDA errors with the place they came from.
+// CUDA errors with the source location where they occurred.
 
 #ifndef JAX_MAGI_CUDA_STATUS_H_
 #define JAX_MAGI_CUDA_STATUS_H_
@@ -10,14 +10,14 @@
 namespace jax_magi::cuda {
 
 struct Status {
-  std::string message;  // Empty: all is well.
+  std::string message;  // Empty: no error.
   const char* file = nullptr;
   int line = 0;
 
   bool ok() const { return message.empty(); }
 };
 
-// The runtime keeps the last error until somebody asks for it: the next call would find this one.
+// Clears the last error, which the runtime keeps until it is read: the next call would return it.
 inline Status FailureOf(cudaError_t code, const char* file, int line) {
   cudaGetLastError();
   return {cudaGetErrorString(code), file, line};

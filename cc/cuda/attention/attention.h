@@ -1,4 +1,4 @@
-// Attention on a GPU: the launchers. sm90/ has those of Hopper.
+// The launchers of attention on a GPU. sm90/ implements them for Hopper.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
 #define JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
@@ -12,53 +12,54 @@
 
 namespace jax_magi::cuda {
 
-// How a call is launched, besides its operands.
+// The launch parameters of a call, besides its operands.
 struct LaunchOptions {
-  // On the device, as PlanTiles or MakeTileList made it for the call's tiling.
+  // In device memory, made by PlanTiles or MakeTileList for the call's tiling.
   const TileList* tile_list;
-  int64_t max_tiles;   // That there is room for where it lies.
-  int64_t num_blocks;  // Of all its tiles, about, as its stamp says; 0: not known.
-  bool in_clusters;    // Of the backward kernel.
-  bool cuts_heads;     // The backward kernel may cut tiles: see head_cuts.h.
+  int64_t max_tiles;   // Capacity of the tile list.
+  int64_t num_blocks;  // Approximate total over all tiles, from the stamp; 0: unknown.
+  bool in_clusters;    // Whether the backward kernel runs in clusters.
+  bool cuts_heads;     // Whether the backward kernel may cut tiles: see head_cuts.h.
   void* workspace;
-  int64_t workspace_bytes;  // As many as AttentionNeeds says, or more.
-  int num_sms;              // Of the device.
-  int sm_margin;            // Of these, not to be used.
+  int64_t workspace_bytes;  // At least AttentionNeeds::workspace_bytes.
+  int num_sms;              // Number of SMs of the device.
+  int sm_margin;            // Number of these SMs to leave unused.
   cudaStream_t stream;
 };
 
-// Each enqueues the computation; allocates nothing and waits for nothing. Element types are bf16
-// and fp16; head_dim and value_dim are multiples of 8, up to 256.
+// Each launcher enqueues the computation, allocates nothing and waits for nothing. Element types
+// are bf16 and fp16; head_dim and value_dim are multiples of 8, up to 256.
 Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
-// A group's query heads are worked on in `num_parts` parts: AttentionNeeds::num_dkv_parts.
+// The query heads of a group are split into `num_parts` parts: AttentionNeeds::num_dkv_parts.
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options);
 
-// dq = softmax_scale * sum, which AttentionBackward was called with as args.dq_sum. Of `args`, it
-// takes the shape's batch and queries, the scale, dq and its dtype, which is that of dk, and
-// dq_sum.
+// Computes dq = softmax_scale * sum, where the sum is the args.dq_sum of earlier AttentionBackward
+// calls. Of `args`, it uses the shape's batch and queries, the scale, dq_sum, dq, and dq's dtype,
+// which is that of dk.
 Status FinishDqSum(const BackwardArgs& args, cudaStream_t stream);
 
-// How a call cuts the score matrix, and the workspace it takes; all zero where no variant takes it.
+// How a call cuts the score matrix, and the workspace it needs; all zero if no variant supports it.
 struct CallLayout {
   Tiling tiling{};
   int64_t workspace_bytes = 0;
-  // Of the list that clusters take instead, if it was made for them when the call was traced; zero
-  // where the call never runs in any.
+  // The tiling of the list that is made for clusters instead, when the call is traced; zero if the
+  // call never runs in clusters.
   Tiling cluster_tiling{};
-  int64_t dq_sum_words = 0;  // As AttentionNeeds says.
+  int64_t dq_sum_words = 0;  // See AttentionNeeds.
 };
 CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts);
 
-// All that a call needs, when it is traced: it takes longer to say. With slices, one list that the
-// whole batch shares, there will be a list of tiles.
+// All needs of a call, computed once when it is traced because that takes longer. If slices are
+// given, they are one list that the whole batch shares, and the tile list is made from them.
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
 
-// Why a call is too large for the kernels, which count in 32 bits; empty: it is not. A list that
-// the device makes has no more blocks than this allows for.
+// Why a call is too large for the kernels, which count in 32 bits; empty if it is not. The device
+// makes no list with more blocks than this check assumes.
 std::string TooLarge(const AttentionShape& shape, const Tiling& tiling, bool is_list_known);
 
-// What was built, for people: "192/128 bfloat16" has head dim 192 and value dim 128.
+// The variants that were built, in readable form: "192/128 bfloat16" has head dim 192 and value dim
+// 128.
 std::vector<std::string> ForwardVariants();
 std::vector<std::string> BackwardVariants();
 

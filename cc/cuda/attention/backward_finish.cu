@@ -18,7 +18,7 @@ struct FinishArgs {
   int64_t dk_size, dv_size;  // Elements of one part.
 };
 
-// Eight dims of a row.
+// Stores eight dims of a row.
 template <typename Element>
 __device__ __forceinline__ void StoreEight(Element* to, const float (&x)[8]) {
   *reinterpret_cast<uint4*>(to) =
@@ -31,7 +31,7 @@ __device__ __forceinline__ void StoreEight<float>(float* to, const float (&x)[8]
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-// Eight dims of two queries of eight, as DqSumPlace says.
+// Reads eight dims of two of eight queries, laid out by DqSumPlace.
 __device__ __forceinline__ void ReadByPair(const float* eight, int query, int dim, float scale,
                                            float (&x)[2][8]) {
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ void ReadByPair(const float* eight, int query, int di
   }
 }
 
-// The same as DqSumPlaceByQuery says.
+// The same, laid out by DqSumPlaceByQuery.
 __device__ __forceinline__ void ReadByQuery(const float* eight, int query, int dim, float scale,
                                             float (&x)[2][8]) {
 #pragma unroll
@@ -66,10 +66,10 @@ __device__ __forceinline__ void ReadByQuery(const float* eight, int query, int d
   }
 }
 
-// A block of threads has 64 rows of 64 dims, a thread 8 dims of two.
+// A CTA handles 64 rows of 64 dims, a thread eight dims of two rows.
 template <typename Element, int kPanelDims, bool kByQuery>
 __device__ __forceinline__ void FinishDq(const FinishArgs& args) {
-  // Dims of all heads side by side, as the rows of dq have them.
+  // The dims of all heads are adjacent, as in the rows of dq.
   const uint32_t num_pieces = args.sum.num_dims / 64, per_batch = args.num_q_heads * num_pieces;
   const int pieces = blockIdx.x % per_batch;
   const uint32_t row_block = blockIdx.x / per_batch;
@@ -172,7 +172,7 @@ cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const Dkv
                           args.dv,
                           dk_size,
                           dv_size};
-  // dq is of the same type.
+  // dq has the same dtype.
   const auto kernel = args.dkv_dtype == DType::kF32    ? FinishBackwardKernel<float>
                       : args.dkv_dtype == DType::kBF16 ? FinishBackwardKernel<cutlass::bfloat16_t>
                                                        : FinishBackwardKernel<cutlass::half_t>;

@@ -1,4 +1,4 @@
-// What gradients go through after the backward kernel: one kernel.
+// The kernel that finishes the gradients after the backward kernel.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_FINISH_H_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_FINISH_H_
@@ -10,8 +10,8 @@
 
 namespace jax_magi::cuda {
 
-// dK and dV of parts of a group's query heads, float32: [num_parts, batch, k_len, num_kv_heads,
-// head_dim], then the same of dV. With one part there is nothing here.
+// Float32 dK and dV of the parts of a group's query heads: dK is [num_parts, batch, k_len,
+// num_kv_heads, head_dim], followed by dV in the same layout. Empty if there is only one part.
 struct DkvParts {
   float* data;
   int num_parts;
@@ -23,9 +23,9 @@ inline int64_t DkvPartsWords(const AttentionShape& shape, int num_parts) {
          (shape.head_dim + shape.value_dim);
 }
 
-// args.dq = softmax_scale * sum, in its own order and dtype, unless the sum goes on in other calls;
-// args.dk and args.dv are the sums of the parts, if there are several. It may start before the
-// kernel before it has ended, and waits for it.
+// Computes args.dq = softmax_scale * sum, in the layout and dtype of dq, unless later calls
+// continue the sum; and args.dk and args.dv as sums of the parts, if there are several. The kernel
+// may start before the previous one has ended, and waits for it.
 cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const DkvParts& parts,
                            cudaStream_t stream);
 

@@ -9,30 +9,30 @@ namespace jax_magi::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectorsPerThread = 8;  // Of zeros. Not tuned.
+constexpr int kVectorsPerThread = 8;  // Vectors of zeros. Not tuned.
 
 struct PrepareArgs {
   const float *lse, *delta;  // [batch, q_len, num_q_heads]
   QueryStatistic* statistics;
-  uint32_t q_len, num_eights, num_q_heads;  // Eight queries have a statistic.
+  uint32_t q_len, num_eights, num_q_heads;  // A QueryStatistic covers eight queries.
   uint32_t num_statistics, num_statistic_blocks;
   float4* zeros;
   int64_t num_zero_vectors;
   uint32_t num_zero_blocks;
   AddedTiles added;
-  uint32_t num_repeats;             // Batch elements that a tile of the list serves.
-  uint32_t k_len;                   // Rows of a batch element.
+  uint32_t num_repeats;             // Number of batch elements that a tile of the list applies to.
+  uint32_t k_len;                   // Rows per batch element.
   float4 *dk, *dv;                  // [batch, k_len, row]
-  uint32_t dk_vectors, dv_vectors;  // Of a row: all kv heads.
+  uint32_t dk_vectors, dv_vectors;  // Per row, which has all kv heads.
   WorkCounter* counter;
   ListCheck check;
 };
 
-// Blocks of threads that fill rows of tiles with zeros, however many these are, and rows that one
-// of them has at a time. Enough for a memory of 5 TB/s; not tuned.
+// The number of CTAs per SM that zero-fill the rows of added tiles, independent of the number of
+// tiles, and the rows that a CTA fills at a time. Enough for a memory of 5 TB/s; not tuned.
 constexpr int kAddedBlocksOfSm = 4, kRowsAtOnce = 8;
 
-// Neighbours have the same eight queries of neighbouring heads, as lse has them side by side.
+// Adjacent threads handle the same eight queries of adjacent heads, which are adjacent in lse.
 __device__ __forceinline__ void MakeStatistic(const PrepareArgs& args) {
   const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   if (index >= args.num_statistics) return;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void FillWithZeros(float4* first, uint32_t num_vector
   }
 }
 
-// For block of threads `block` of gridDim's last.
+// `block` is the CTA's index among those at the end of the grid that do this.
 __device__ __forceinline__ void ClearAddedTiles(const PrepareArgs& args, uint32_t block) {
   const AddedTiles& added = args.added;
   const uint32_t num_blocks = gridDim.x - args.num_statistic_blocks - args.num_zero_blocks;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void ClearAddedTiles(const PrepareArgs& args, uint32_
 }
 
 __global__ void __launch_bounds__(kThreads) PrepareBackwardKernel(PrepareArgs args) {
-  // This kernel came up while the one before it ended, and the next one may come up now.
+  // This kernel may have started before the previous one ended, and the next may start now.
   WaitForPreviousKernel();
   LetNextKernelStart();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -147,7 +147,7 @@ cudaError_t PrepareBackward(const BackwardArgs& args, const ListCheck& check,
     num_added_blocks = std::min<int64_t>(kAddedBlocksOfSm * num_sms,
                                          shape.batch * CeilDiv(prepare.k_len, kRowsAtOnce));
   }
-  // One at least: it resets the counter.
+  // At least one CTA: it resets the counter.
   const int64_t num_blocks =
       std::max<int64_t>(num_statistic_blocks + num_zero_blocks + num_added_blocks, 1);
   return LaunchEarly(PrepareBackwardKernel, static_cast<int>(num_blocks), kThreads, 0, stream,

@@ -1,4 +1,4 @@
-// What the backward kernel's operands go through before it: one kernel.
+// The kernel that prepares the operands of the backward kernel.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_PREPARE_H_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_PREPARE_H_
@@ -9,28 +9,28 @@
 
 namespace jax_magi::cuda {
 
-// One for eight queries of a head.
+// One statistic covers eight queries of a head.
 inline int64_t NumStatistics(const AttentionShape& shape) {
   return shape.batch * shape.num_q_heads * (PaddedQueries(shape.q_len) / 8);
 }
 
-// Memory that has to be zero.
+// Memory to be filled with zeros.
 struct ZeroBytes {
   void* data;
   int64_t num_bytes;
 };
 
-// Tiles whose gradients are added to args.dk and args.dv, which are float32: so many thresholds of
-// the list are above theirs. 0: there are none.
+// Tiles whose gradients are added to the float32 args.dk and args.dv: those with
+// ThresholdBlocks(num_thresholds - 1) blocks or more. If num_thresholds is 0, there are none.
 struct AddedTiles {
   const TileList* list;
   int num_thresholds;
   int tile_rows;
 };
 
-// Makes the statistics from args.lse and args.delta: start = -lse in exponents of 2. Checks the
-// list, resets the counter, and fills `zeros`, whole vectors of 16 bytes, with zeros, and the rows
-// of added tiles. The kernel after it may start at once, and must wait for it with
+// Makes the statistics from args.lse and args.delta, with start = -lse in exponents of 2. Checks
+// the list, resets the counter, and zero-fills `zeros`, in vectors of 16 bytes, and the dk and dv
+// rows of added tiles. The next kernel may start at once, and must wait for this one with
 // griddepcontrol.wait.
 cudaError_t PrepareBackward(const BackwardArgs& args, const ListCheck& check,
                             const ZeroBytes& zeros, const AddedTiles& added,

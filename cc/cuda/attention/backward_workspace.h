@@ -1,6 +1,6 @@
-// What the backward kernel finds in the workspace: the float32 sum of dQ, to which blocks of
-// threads add a run of rows of a panel at a time; and the statistics of queries. A sum over several
-// calls is the caller's, and looks the same.
+// The backward kernel's data in the workspace: the float32 sum of dQ, to which CTAs add a run of
+// rows of one panel at a time, and the statistics of queries. If dQ is summed over several calls,
+// the caller owns the sum, in the same layout.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
 #define JAX_MAGI_CUDA_ATTENTION_BACKWARD_WORKSPACE_H_
@@ -9,26 +9,27 @@
 
 namespace jax_magi::cuda {
 
-// The dims of a panel, of all that a kernel has: so many are added at once.
+// The dims of a panel, given all dims of the kernel. One addition covers one panel.
 JAX_MAGI_INLINE constexpr int DqPanelDims(int num_dims) { return num_dims == 192 ? 96 : 64; }
 
-// [batch, num_q_heads, num_panels, rows, DqPanelDims], without softmax_scale: DqSumRows(q_len)
-// rows, eight by eight as DqSumPlace says, or DqSumPlaceByQuery beyond 128 dims.
+// [batch, num_q_heads, num_panels, rows, DqPanelDims], not multiplied by softmax_scale. There are
+// DqSumRows(q_len) rows, in groups of eight laid out by DqSumPlace, or beyond 128 dims by
+// DqSumPlaceByQuery.
 struct DqSum {
   float* data;
-  int num_dims;  // That the kernel has: some may be past head_dim.
+  int num_dims;  // The dims of the kernel, which may exceed head_dim.
 };
 
-// Statistics of eight queries as the kernel reads them, in [batch, num_q_heads, padded queries /
-// 8].
+// The statistics of eight queries as the kernel reads them, in an array [batch, num_q_heads, padded
+// queries / 8].
 struct alignas(64) QueryStatistic {
-  // -lse, in exponents of 2; -inf for rows that see nothing, and past the
-  // last: their probabilities are then 0.
+  // -lse in exponents of 2; -inf for fully masked rows and for padding, whose probabilities are
+  // therefore 0.
   float start[8];
   float delta[8];
 };
 
-// Blocks of queries begin at multiples of this; and blocks and tiles of keys, where a Tiling says
+// Query blocks begin at multiples of this, and so do key blocks and key tiles if the Tiling says
 // so.
 constexpr int kPositionAlignment = 8;
 
@@ -38,13 +39,13 @@ JAX_MAGI_INLINE int AlignPosition(int position) {
 
 inline int DqSumRows(int64_t q_len) { return AlignPosition(static_cast<int>(q_len)); }
 
-// Statistics of a head, so many that no block of queries reaches past them.
+// The number of queries with statistics per head, so large that no query block extends past them.
 inline int PaddedQueries(int64_t q_len) {
   constexpr int kLongestBlock = 128;
   return Max(AlignPosition(static_cast<int>(q_len)), kLongestBlock);
 }
 
-// Of a batch row and head.
+// Words per batch element and head.
 inline int64_t DqSumWords(const AttentionShape& shape, int num_dims) {
   return int64_t{num_dims} * DqSumRows(shape.q_len);
 }
@@ -52,14 +53,16 @@ inline int64_t DqSumBytes(const AttentionShape& shape, int num_dims) {
   return shape.batch * shape.num_q_heads * DqSumWords(shape, num_dims) * sizeof(float);
 }
 
-// Where an element of eight queries is, in a panel. A thread has it for two queries, which lie side
-// by side; and what a warp stores at once, of every second query, lies in different banks.
+// The offset of an element within eight queries of a panel, for a thread that holds each dim of two
+// queries. The two are adjacent, and the words that a warp stores at once, for every second query,
+// lie in different banks.
 JAX_MAGI_INLINE int DqSumPlace(int query, int dim) {
   const int pair = query / 2;
   return pair * 128 + ((dim / 4) ^ (pair % 4)) * 8 + dim % 4 * 2 + query % 2;
 }
 
-// The same where a thread has two dims of a query: what a warp stores at once lies side by side.
+// The same for a thread that holds two dims of a query: the words that a warp stores at once are
+// contiguous.
 JAX_MAGI_INLINE int DqSumPlaceByQuery(int query, int dim) {
   return dim / 8 * 64 + query * 8 + dim % 8;
 }

@@ -7,17 +7,17 @@
 namespace jax_magi::cuda {
 namespace {
 
-// Of an H100 or H200 with SXM. There may be no device where a call is traced.
+// An H100 or H200 with SXM. A call may be traced without a device.
 constexpr int kUsualSms = 132;
 
-// Costs in units of one block of columns for one head, about 3 us. They are estimates, from times
-// of 1, 2 and 6 parts of 2k tokens with 128 dims.
-constexpr double kItemCost = 0.7;           // To load a tile of keys, and to store its gradients.
-constexpr double kSumCost = 0.5;            // To sum parts at all: a longer last kernel.
-constexpr double kBytesOfBlockTime = 12e6;  // That memory moves meanwhile.
+// Costs in units of one column block for one head, about 3 us. They are estimates from times of 1,
+// 2 and 6 parts with 2k tokens and 128 dims.
+constexpr double kItemCost = 0.7;           // Loading a key tile and storing its gradients.
+constexpr double kSumCost = 0.5;            // Summing any parts: a longer last kernel.
+constexpr double kBytesOfBlockTime = 12e6;  // Memory traffic per unit of cost.
 
-// When the last of `num_workers` is done, if each takes the heaviest work that is left. Each tile
-// is there `num_copies` times, for `heads_per_part` query heads.
+// The time when the last of `num_workers` finishes, if each always takes the heaviest remaining
+// work. Each tile occurs `num_copies` times, for `heads_per_part` query heads.
 double Makespan(int num_workers, const std::vector<int>& blocks_of_tiles, int64_t num_copies,
                 int heads_per_part) {
   std::priority_queue<double, std::vector<double>, std::greater<double>> free_at;
@@ -39,7 +39,7 @@ double Makespan(int num_workers, const std::vector<int>& blocks_of_tiles, int64_
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
                 const std::vector<int32_t>& tile_list, int cluster_size, int num_sms) {
   if (shape.num_kv_heads == 0 || shape.group() <= 1) return 1;
-  // Number of blocks of each tile, the heaviest first; one list for each mask that it may be.
+  // The number of blocks of each tile, the heaviest first, for each mask that the call may have.
   std::vector<std::vector<int>> masks;
   if (!tile_list.empty()) {
     const auto* list = reinterpret_cast<const TileList*>(tile_list.data());
@@ -57,7 +57,7 @@ int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
   }
   const int64_t num_copies = shape.batch * shape.num_kv_heads;
   const int num_workers = (num_sms > 0 ? num_sms : kUsualSms) / cluster_size;
-  // With this much work, all of them are busy until near the end.
+  // With this much work, all workers are busy until near the end.
   constexpr int64_t kPlenty = 8;
   if (num_copies * static_cast<int64_t>(masks[0].size()) >= kPlenty * num_workers) return 1;
 

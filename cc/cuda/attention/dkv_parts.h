@@ -1,8 +1,8 @@
-// In how many parts the backward kernel computes dk and dv.
+// The number of parts in which the backward kernel computes dk and dv.
 //
-// A block of threads takes one tile of keys, and the query heads of its kv head. Where there are
-// too few tiles for all multiprocessors, the query heads of a group are split among several blocks
-// of threads, and each part of dk and dv is summed afterwards. Calls of head_cuts.h have one part.
+// A CTA processes one key tile with all query heads of its kv head. If there are too few tiles for
+// all SMs, the query heads of a group are split among several CTAs, and the parts of dk and dv are
+// summed afterwards. Calls that use head_cuts.h have one part.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_DKV_PARTS_H_
@@ -13,9 +13,9 @@
 
 namespace jax_magi::cuda {
 
-// The number, a divisor of the group, with which the call should end first. `tile_list` is that of
-// a mask that is known, in words; an empty one stands for a mask that is full or causal. A cluster
-// of so many blocks of threads shares a tile. `num_sms` is 0 where there is no device to ask.
+// Returns the divisor of the group size with the shortest estimated time. `tile_list` holds the
+// words of the list of a known mask; if it is empty, the mask is assumed to be full or causal.
+// `cluster_size` CTAs share a tile. `num_sms` is 0 if there is no device to query.
 int NumDkvParts(const AttentionShape& shape, const Tiling& tiling,
                 const std::vector<int32_t>& tile_list, int cluster_size, int num_sms);
 

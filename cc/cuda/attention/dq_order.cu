@@ -7,16 +7,17 @@ namespace jax_magi::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kMinBlocks = 8;  // On a multiprocessor. Without a number, registers spill.
+constexpr int kMinBlocks = 8;  // CTAs per SM. Without this bound, registers spill.
 
-// Additions to some of `unit`, of blocks that are laid from right to left over `queries`.
+// The number of additions to any query of `unit`, if blocks are laid from right to left over
+// `queries`.
 __device__ __forceinline__ int NumVisits(const DqSteps& steps, Range queries, Range unit) {
   const int width = steps.block_queries;
   const int num_blocks = CeilDiv(queries.end - queries.begin, width);
   int num_visits = 0;
   const int last = Min((queries.end - unit.begin) / width + 1, num_blocks - 1);
   for (int i = Max(queries.end - unit.end, 0) / width; i <= last; ++i) {
-    const int begin = Max(queries.end - (i + 1) * width, 0);  // As the producer has it.
+    const int begin = Max(queries.end - (i + 1) * width, 0);  // As in the producer.
     for (int step = begin; step < begin + width; step += steps.step_queries) {
       num_visits += step < unit.end && step + steps.step_queries > unit.begin;
     }
@@ -24,7 +25,7 @@ __device__ __forceinline__ int NumVisits(const DqSteps& steps, Range queries, Ra
   return num_visits;
 }
 
-// All of a tile's.
+// The number of visits of `unit` by a tile.
 __device__ __forceinline__ int NumVisits(const CutArgs& args, const DqSteps& steps,
                                          const Tile& tile, Range unit) {
   int num_visits = 0;
@@ -35,7 +36,7 @@ __device__ __forceinline__ int NumVisits(const CutArgs& args, const DqSteps& ste
   return num_visits;
 }
 
-// Queries of the unit that see the tile, from the first to the last.
+// The queries of the unit that see the tile, from the first to the last.
 __device__ __forceinline__ Range QueriesThatSee(const CutArgs& args, const Tile& tile, Range unit) {
   Range queries{unit.end, unit.begin};
   for (int s = tile.slice_begin; s < tile.slice_end; ++s) {
@@ -46,38 +47,39 @@ __device__ __forceinline__ Range QueriesThatSee(const CutArgs& args, const Tile&
   return queries;
 }
 
-// Finds a query of the unit with tiles on either side of it, and none on both.
+// Finds a query at which a unit can be split: some tiles' queries end before it, others begin at
+// it, and no tile's queries lie on both sides.
 class UnitParts {
  public:
   __device__ explicit UnitParts(Range unit) : unit_(unit) {}
 
-  // Queries that see a tile.
+  // Adds the queries that see a tile.
   __device__ void Add(Range queries) {
-    if (unit_.end - unit_.begin > 32) return;  // It stays in one piece.
+    if (unit_.end - unit_.begin > 32) return;  // Large units are not split.
     const int first = queries.begin - unit_.begin, last = queries.end - 1 - unit_.begin;
     begins_ |= 1u << first;
-    // Bits up to `last`, but those up to `first`.
+    // Sets the bits after `first`, up to and including `last`.
     crossed_ |= (~0u >> (31 - last)) & ~(~0u >> (31 - first));
   }
 
-  // Where the second part begins, by what all lanes of the warp added: the unit's end, if there is
-  // none.
+  // The beginning of the second part, given what all lanes of the warp added; the unit's end if it
+  // is not split.
   __device__ int Split() const {
     uint32_t free = __reduce_or_sync(~0u, begins_) & ~__reduce_or_sync(~0u, crossed_);
-    free &= free - 1;  // The first of them has none before it.
+    free &= free - 1;  // The first candidate has no tile before it.
     return free == 0 ? unit_.end : unit_.begin + __ffs(static_cast<int>(free)) - 1;
   }
 
  private:
   Range unit_;
-  uint32_t begins_ = 0;   // Bit i: some tile's queries begin at the unit's query i.
-  uint32_t crossed_ = 0;  // Bit i: some tile's begin before it, and end after it.
+  uint32_t begins_ = 0;   // Bit i: the queries of some tile begin at query i of the unit.
+  uint32_t crossed_ = 0;  // Bit i: the queries of some tile include both i - 1 and i.
 };
 
-// Counts visits in the order of the lanes, 32 tiles after the other.
+// Counts visits in the order of tiles, 32 tiles at a time, one per lane.
 class VisitCounter {
  public:
-  // Of this lane's tile. Returns how many came before.
+  // Adds the visits of this lane's tile, and returns the number before them.
   __device__ int Add(int num_visits) {
     const int sum = SumUpToLane(num_visits);
     const int before = num_ + sum - num_visits;
@@ -89,7 +91,7 @@ class VisitCounter {
   int num_ = 0;
 };
 
-// A warp has one unit of one slice list, and asks 32 tiles at a time.
+// Each warp handles one unit of one slice list, and examines 32 tiles at a time.
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     DqOrderKernel(CutArgs args, const TileList* list, DqSteps steps, DqOrder order, int num_rows) {
   WaitForPreviousKernel();
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   }
   const int split = parts.Split();
 
-  VisitCounter first, second;  // Parts.
+  VisitCounter first, second;  // The unit's two parts.
   for (int i = lane; i - lane < num_tiles; i += 32) {
     Range seeing{0, 0};
     if (is_own(i)) seeing = QueriesThatSee(args, tiles[i], queries);

@@ -1,5 +1,5 @@
-// Kernels that start before the one they depend on has ended: from Hopper on. On GPUs before it,
-// kernels follow each other, and there is nothing to wait for.
+// Programmatic dependent launch: kernels that start before the previous kernel has ended, on Hopper
+// and later. On earlier GPUs, kernels run one after another, and these waits do nothing.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_
@@ -8,22 +8,22 @@
 
 namespace jax_magi::cuda {
 
-// Lets the next kernel come up, if it was launched so, while this one ends.
+// Lets the next kernel start while this one ends, if it was launched with LaunchEarly.
 __device__ __forceinline__ void LetNextKernelStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Until all that the previous kernel wrote can be read.
+// Waits until everything that the previous kernel wrote can be read.
 __device__ __forceinline__ void WaitForPreviousKernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Launches a kernel that may come up before the one before it on the stream has ended: it must call
-// WaitForPreviousKernel() before it needs what that one wrote.
+// Launches a kernel that may start before the previous kernel on the stream has ended: it must call
+// WaitForPreviousKernel() before it uses anything that kernel wrote.
 template <typename... Params, typename... Args>
 cudaError_t LaunchEarlyInClusters(int cluster_size, void (*kernel)(Params...), int num_blocks,
                                   int num_threads, size_t shared_bytes, cudaStream_t stream,

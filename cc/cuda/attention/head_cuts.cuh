@@ -1,4 +1,4 @@
-// What the backward kernel's producer does about head_cuts.h.
+// The work items of the backward kernel's producer if heads are split: see head_cuts.h.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_HEAD_CUTS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_HEAD_CUTS_CUH_
@@ -11,22 +11,22 @@ namespace jax_magi::cuda {
 struct HeadCutParams {
   HeadCuts cuts;
   uint32_t group, num_kv_heads;
-  uint32_t work_per_section;  // About as much is worked on at once.
+  uint32_t work_per_section;  // Approximate size of a section.
 };
 
-// Which work is cut, in shared memory: the producer's own. Tiles of a weight follow those of the
-// one before it, for all heads. Among them there are sections of kv heads, one after the other, and
-// in a section all parts of a tile side by side.
+// The numbering of the work, in shared memory. Only the producer uses it. All tiles of one weight,
+// for all heads, precede those of the next. Within a weight, sections of kv heads follow one
+// another; within a section, all parts of a tile are adjacent.
 struct HeadCutWork {
   struct alignas(16) Weight {
     uint32_t first_work, first_tile;
-    uint32_t per_section;  // Work of a section.
-    uint32_t log_heads;    // That of the number of its kv heads.
+    uint32_t per_section;  // Number of work items per section.
+    uint32_t log_heads;    // Log2 of the number of kv heads per section.
   };
   Weight weights[kNumWeights];
   uint32_t num_work;
 
-  // For one warp.
+  // Called by one warp.
   __device__ __forceinline__ void Start(const WorkParams& work, const HeadCutParams& params,
                                         int lane) {
     if (lane == 0) {
@@ -53,8 +53,8 @@ struct HeadCutWork {
 
   __device__ __forceinline__ bool Has(uint32_t number) const { return number < num_work; }
 
-  // Sets the item to work `number`: its tile, kv head, first query head and number of them, and
-  // whether it is a part of a tile. For one warp.
+  // Sets the item to work `number`: its tile, its kv head, its first query head and number of
+  // heads, and whether it is a part of a tile. Called by one warp.
   __device__ __forceinline__ void Find(const WorkParams& work, const HeadCutParams& params,
                                        uint32_t number, int lane, WorkItem& item) const {
     int i = 0;
@@ -81,7 +81,7 @@ struct HeadCutWork {
   }
 };
 
-// An item, and what it is found by.
+// An item, and the numbering to find it.
 struct HeadCutItem : WorkItem {
   HeadCutWork all;
 };

@@ -1,5 +1,5 @@
-// Zeros in the gradient of a bias, for pairs that no slice shows: the backward kernel writes those
-// of visible pairs.
+// Zero-fills a bias gradient for the pairs that no slice makes visible; the backward kernel writes
+// the visible ones.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_HIDDEN_PAIRS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_HIDDEN_PAIRS_CUH_
@@ -9,16 +9,16 @@
 
 namespace jax_magi::cuda {
 
-// Shared memory of the threads that work on a query together.
+// Shared memory of the threads that cooperate on a query.
 template <int kMaxRanges_>
 struct HiddenShared {
   static constexpr int kMaxRanges = kMaxRanges_;
-  Range ranges[kMaxRanges];  // Of keys that the query sees.
+  Range ranges[kMaxRanges];  // The key ranges that the query sees.
   int num_ranges;
   uint32_t query;
 };
 
-// Writes zeros for those of eight keys that are not shown.
+// Writes zeros for those of eight keys whose bit in `shown` is not set.
 __device__ __forceinline__ void ZeroOthers(uint16_t* keys, unsigned shown) {
   if (shown == 0) {
     *reinterpret_cast<uint4*>(keys) = make_uint4(0, 0, 0, 0);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void ZeroOthers(uint16_t* keys, unsigned shown) {
   }
 }
 
-// Whether there is one slice, and it hides nothing.
+// Whether there is a single slice, and it hides nothing.
 __device__ __forceinline__ bool IsNothingHidden(const HiddenPairs& pairs) {
   if (pairs.num_slices != 1 || pairs.slice_stride != 0) return false;
   const Slice slice = ClampSlice(pairs.slices[0], pairs.q_len, pairs.k_len);
@@ -37,12 +37,12 @@ __device__ __forceinline__ bool IsNothingHidden(const HiddenPairs& pairs) {
          slice.k_end == pairs.k_len && slice.lo <= 1 - pairs.q_len && slice.hi >= pairs.k_len - 1;
 }
 
-// No shared memory that is zero, and could be copied.
+// The default: no shared memory holds zeros that could be copied.
 struct NoZeros {
   static constexpr bool kCanCopy = false;
 };
 
-// Query `index` of the batch, and all its heads. `sync` is a barrier of the threads.
+// Handles query `index` of the batch, for all heads. `sync` is a barrier of the threads.
 template <int kThreads, typename Shared, typename Sync, typename Zeros = NoZeros>
 __device__ __forceinline__ void ZeroHidden(const HiddenPairs& pairs, uint32_t index, int thread,
                                            Shared& shared, Sync sync, Zeros zeros = {}) {
@@ -79,10 +79,10 @@ __device__ __forceinline__ void ZeroHidden(const HiddenPairs& pairs, uint32_t in
       return;
     }
   }
-  // With more ranges than that, slices are looked at again for each piece of keys.
+  // With more ranges than fit, the slices are examined again for each group of keys.
   const bool has_ranges = shared.num_ranges <= Shared::kMaxRanges;
   const int num_looks = has_ranges ? shared.num_ranges : pairs.num_slices;
-  // Which of eight keys are shown.
+  // The bits of the eight keys from `key` on that are visible.
   const auto shown_from = [&](int key) {
     unsigned shown = 0;
     for (int i = 0; i < num_looks; ++i) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void ZeroHidden(const HiddenPairs& pairs, uint32_t in
     return shown;
   };
   constexpr unsigned kAll = 0xff;
-  // Long pieces of one head, then of the next: memory likes that.
+  // Writes long runs of one head before the next head, which memory handles faster.
   constexpr int kPieces = 8, kStep = 8 * kThreads;
   for (int first = 8 * thread; first < k_len; first += kPieces * kStep) {
     unsigned shown[kPieces];

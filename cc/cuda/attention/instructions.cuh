@@ -1,4 +1,4 @@
-// Instructions that all GPUs from Ampere on have.
+// Instructions of all GPUs from Ampere on.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_INSTRUCTIONS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_INSTRUCTIONS_CUH_
@@ -19,10 +19,10 @@ __device__ __forceinline__ void CopyWord(void* dst, const void* src, bool is_ins
                "r"(is_inside ? 4 : 0)
                : "memory");
 }
-// Until this thread's copies are there.
+// Waits until this thread's copies have completed.
 __device__ __forceinline__ void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Of the line of 128 bytes, which is written later.
+// Prefetches a 128-byte line that will be written later.
 __device__ __forceinline__ void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
 }
@@ -40,9 +40,9 @@ __device__ __forceinline__ int SumUpToLane(int x) {
   return x;
 }
 
-// --- Counters that blocks of threads share ---
+// --- Counters that CTAs share ---
 
-// In L2, where they are for all. They order nothing else.
+// Reads in L2, which all CTAs share. Orders no other memory access.
 __device__ __forceinline__ int32_t LoadCounter(const int32_t* counter) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
@@ -52,8 +52,8 @@ __device__ __forceinline__ void AddToCounter(int32_t* counter, int32_t x) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(x) : "memory");
 }
 
-// Returns what it was. It is a release and an acquire: with __threadfence instead, nvcc would have
-// other atomics of the kernel wait for a reply.
+// Returns the previous value. The addition has acquire and release semantics: with __threadfence
+// instead, nvcc would make other atomics of the kernel wait for a reply.
 __device__ __forceinline__ int32_t AddInOrder(int32_t* counter, int32_t x) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -69,12 +69,12 @@ __device__ __forceinline__ void NamedSync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// Counts for the barrier, without waiting.
+// Arrives at the barrier without waiting.
 __device__ __forceinline__ void NamedArrive(int id, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// The same as NamedSync. Returns whether any thread says so.
+// NamedSync that also returns whether `mine` is true in any thread.
 __device__ __forceinline__ bool NamedAny(int id, int num_threads, bool mine) {
   int any;
   asm volatile(
@@ -92,7 +92,8 @@ __device__ __forceinline__ bool NamedAny(int id, int num_threads, bool mine) {
 
 // --- Matrices ---
 
-// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l /
+// 8.
 __device__ __forceinline__ void LoadMatrices(const void* address, uint32_t* x) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -1,4 +1,4 @@
-// How the forward kernel's planner cuts work: see key_parts.h.
+// How the forward kernel's planner splits work: see key_parts.h.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_CUH_
@@ -8,14 +8,14 @@
 
 namespace jax_magi::cuda {
 
-// Which work is cut, in shared memory: the planner's own.
+// Which work is split, in shared memory. Only the planner uses it.
 template <int kClusterSize>
 struct KeyParts {
-  uint32_t first;     // Number of the first part; work before it is whole.
-  uint32_t end;       // That of all.
-  uint32_t per_tile;  // 0: not known yet.
+  uint32_t first;     // Number of the first part; work before it is not split.
+  uint32_t end;       // One past the last work number.
+  uint32_t per_tile;  // Parts per tile; 0: not planned yet.
 
-  // For one warp.
+  // Called by one warp.
   __device__ __forceinline__ void Start(const WorkParams& work, bool may_cut, int lane) {
     if (lane == 0) {
       const uint32_t num_work = work.list->num_tiles * work.work_per_tile;
@@ -27,23 +27,24 @@ struct KeyParts {
     __syncwarp();
   }
 
-  // Whether there is work of this number. For one warp.
+  // Whether there is work of this number. Called by one warp.
   __device__ __forceinline__ bool Has(uint32_t number, const WorkParams& work, int lane) {
     if (number < first) return true;
     if (per_tile == 0) Plan(work, lane);
     return number < end;
   }
 
-  // Each lane thinks of another number of parts.
+  // Chooses the number of parts; each lane evaluates a different one.
   __device__ __forceinline__ void Plan(const WorkParams& work, int lane) {
     const uint32_t num_clusters = gridDim.x / kClusterSize, rest = end - first;
-    const uint32_t num_blocks = work.list->least_blocks;  // Tiles that are cut are as even as that.
+    // The estimate assumes the fewest blocks of any tile.
+    const uint32_t num_blocks = work.list->least_blocks;
     const uint32_t parts = lane + 1, num_rounds = CeilDiv(rest * parts, num_clusters);
     uint32_t cost = num_rounds * (CeilDiv(num_blocks, parts) + kPartCost) + kJoinCost;
     if (parts == 1) cost = num_blocks;
     if (parts > 1 && rest * parts * kClusterSize > kMaxParts) cost = 1 << 26;
     const uint32_t best = __reduce_min_sync(~0u, cost << 5 | lane) % kMaxPartsOfTile + 1;
-    __syncwarp();  // All have read.
+    __syncwarp();  // All lanes have read the fields.
     if (lane == 0) {
       end = first + rest * best;
       per_tile = best;
@@ -51,12 +52,12 @@ struct KeyParts {
     __syncwarp();
   }
 
-  // The work that a number belongs to.
+  // The work item that a number belongs to.
   __device__ __forceinline__ uint32_t WorkOf(uint32_t number) const {
     return number < first ? number : first + (number - first) / per_tile;
   }
 
-  // Leaves to the item, which is all of a tile, the blocks of the part of this number. For one
+  // Restricts the item, a whole tile, to the blocks of the part with this number. Called by one
   // lane.
   __device__ __forceinline__ void Cut(uint32_t number, WorkItem& item) const {
     item.skipped = item.part = 0;

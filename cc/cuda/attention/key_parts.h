@@ -1,9 +1,9 @@
-// The forward kernel's last round of tiles, cut along their keys.
+// Splitting the forward kernel's last tiles along their keys.
 //
-// Tiles come in rounds, one for each cluster of blocks of threads; the last round may leave most of
-// them idle. Where that is worth it, each of its tiles becomes several parts, with a share of its
-// blocks each. A part leaves its sums in the workspace; the one that is done last adds up those of
-// the tile, always in the same order, and stores it.
+// Tiles are processed in rounds, one tile per cluster of CTAs; the last round may leave most
+// clusters idle. If it pays, each tile of that round is split into several parts, each with a share
+// of its key blocks. A part leaves its partial results in the workspace; the last part of a tile to
+// finish reduces them, always in the same order, and stores the result.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_KEY_PARTS_H_
@@ -13,32 +13,32 @@
 
 namespace jax_magi::cuda {
 
-// Of all tiles, as the workspace has room for them: two rounds of the most multiprocessors that a
-// Hopper GPU is sold with. With fewer, fewer are used.
+// For all tiles together, as bounded by the workspace: two rounds on 132 SMs, the most that a
+// Hopper GPU is sold with. A GPU with fewer SMs uses fewer parts.
 constexpr int kMaxParts = 264;
 constexpr int kMaxPartsOfTile = 32;
 
-// What they cost, in blocks: the way in and out of each, and the sum.
+// Estimated costs in key blocks: the prologue and epilogue of each part, and the reduction.
 constexpr int kPartCost = 2, kJoinCost = 2;
 
-// That hold 64 rows of a part.
+// Threads that hold 64 rows of a part: one warpgroup.
 constexpr int kPartThreads = 128;
 
-// A part's words of 16 bytes for each thread: its accumulator and the state of its rows.
+// 16-byte words of a part per thread: its accumulator and the state of its rows.
 constexpr int PartWords(int value_dim) { return value_dim / 8 + 2; }
 
-// Consumer warpgroups of a kernel, at most.
+// Maximum number of consumer warpgroups of a kernel.
 constexpr int MaxConsumers(int head_dim) { return head_dim == 64 ? 3 : 2; }
 constexpr int kMaxPartCounters = MaxConsumers(64) * kMaxParts / 2;
 static_assert(kMaxPartCounters % 4 == 0, "parts, which follow, are words of 16 bytes");
 
-// Whether any tile of the call may have enough blocks.
+// Whether any tile of the call may have enough key blocks to be split.
 inline bool MayCutKeys(const AttentionShape& shape, const Tiling& tiling) {
   return CeilDiv(NumColumns(shape, tiling), tiling.num_columns) > 2 * kPartCost + kJoinCost;
 }
 
-// Where parts lie in the workspace, and counters, of parts of a tile that are done: none where
-// there is none.
+// The parts in the workspace, and the counters of finished parts per tile; both null if no tile can
+// be split.
 struct PartsParams {
   int32_t* counters;
   float4* parts;

@@ -16,7 +16,7 @@
 
 namespace jax_magi::cuda {
 
-// To about 1e-7, absolutely: tanh.approx would cost fp16 its last bits.
+// Accurate to about 1e-7 absolute: tanh.approx would cost fp16 its last bits.
 __device__ __forceinline__ float Tanh(float x) {
   return 1.0f - 2.0f * Reciprocal(Exp2(2.0f * kLog2E * x) + 1.0f);
 }
@@ -65,8 +65,8 @@ __device__ __forceinline__ float2 UnpackPair<cutlass::half_t>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// Sets scores that the slice hides to -inf. `rows` are the thread's rows, `key` the tile's first
-// key plus the thread's first column.
+// Sets masked scores to -inf. `rows` are the thread's rows, and `key` is the tile's first key plus
+// the thread's first column.
 template <int kCount>
 __device__ __forceinline__ void HideScores(const Slice& slice, const int (&rows)[2], int key,
                                            float (&scores)[kCount]) {
@@ -89,13 +89,13 @@ __device__ __forceinline__ void HideScores(const Slice& slice, const int (&rows)
   }
 }
 
-// What a row's softmax is about, besides its state.
+// The parameters of a softmax.
 struct SoftmaxScale {
-  float log2;         // softmax_scale * log2(e), or softcap * log2(e): from scores to exponents.
+  float log2;         // Scores to exponents of 2: softmax_scale * log2(e), or softcap * log2(e).
   float inverse_cap;  // softmax_scale / softcap, if there is a cap.
 };
 
-// Takes -0 for negative, and no NaN that arithmetic makes.
+// -0 counts as negative; a NaN that arithmetic produces does not.
 template <int kCount>
 __device__ __forceinline__ bool IsAnyNegative(const float (&x)[kCount]) {
   int bits = 0;
@@ -104,31 +104,31 @@ __device__ __forceinline__ bool IsAnyNegative(const float (&x)[kCount]) {
   return bits < 0;
 }
 
-// tanh of a score, or -inf where it is hidden. Without a branch.
+// tanh of a score, or -inf where the score is masked. Branch-free.
 __device__ __forceinline__ float Cap(float score, const SoftmaxScale& scale) {
   const float tanh = Tanh(score * scale.inverse_cap);
   return score == -INFINITY ? score : tanh;
 }
 
-// A row's softmax so far. Exponents are taken relative to a reference that is the row's maximum at
-// some time before: as long as no score is far above it, nothing needs to be rescaled.
+// The running state of a row's softmax. Exponents are relative to a reference, the row's maximum at
+// some earlier time: as long as no score is far above the reference, nothing needs to be rescaled.
 struct RowState {
-  float reference[2];  // An exponent; the same in the threads that share the row.
-  float max[2];        // Of scores before any cap, over this thread's columns, until the end.
-  float sum[2];        // This thread's columns only, until the end.
+  float reference[2];  // An exponent; the same in all threads that share the row.
+  float max[2];        // The uncapped maximum, of only this thread's columns until the end.
+  float sum[2];        // The sum of only this thread's columns until the end.
 };
 
-// The reference of a row that has seen nothing: finite, or -inf - -inf would make NaN.
+// The reference of a row that has not seen any key yet: finite, because -inf - -inf would be NaN.
 constexpr float kNoReference = -3e38f;
 
-// Probabilities reach up to 2^kSlack before the reference moves: far from any overflow, in fp16
-// too.
+// Probabilities reach up to 2^kSlack before the reference moves, which is far from any overflow,
+// even in fp16.
 constexpr float kSlack = 8.0f;
 
-// Over this thread's columns. NaN where a score is.
+// The maximum over this thread's columns; NaN if any score is NaN.
 template <int kCount>
 __device__ __forceinline__ void ThreadMax(const float (&scores)[kCount], float (&max)[2]) {
-  constexpr int kChains = 4;  // FMNMX takes its time: several at once.
+  constexpr int kChains = 4;  // Independent chains hide the latency of FMNMX.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float partial[kChains];
@@ -142,8 +142,8 @@ __device__ __forceinline__ void ThreadMax(const float (&scores)[kCount], float (
   }
 }
 
-// Turns scores into probabilities relative to the reference. Returns whether that has moved, in
-// some row of the warp: then sums so far must be multiplied by `correction`.
+// Turns scores into probabilities relative to the reference. Returns whether the reference moved in
+// some row of the warp: all sums so far must then be multiplied by `correction`.
 template <bool kHasSoftcap, int kCount>
 __device__ __forceinline__ bool OnlineSoftmax(const SoftmaxScale& scale, RowState& state,
                                               float (&scores)[kCount], float (&correction)[2]) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ bool OnlineSoftmax(const SoftmaxScale& scale, RowStat
   return has_moved;
 }
 
-// Packs probabilities as wgmma's register operand.
+// Packs probabilities as the register operand of wgmma.
 template <typename Element, int kCount>
 __device__ __forceinline__ void PackProbabilities(const float (&scores)[kCount],
                                                   uint32_t (&p)[kCount / 2]) {

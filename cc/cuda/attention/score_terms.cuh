@@ -1,7 +1,8 @@
-// What scores are made of besides the product of queries and keys: a bias, and ALiBi's slopes.
+// The terms of a score besides the product of queries and keys: a bias, and ALiBi slopes.
 //
-// Kernels with terms make logits of scores, softmax_scale * q k^T + bias + slope * (j - i), in
-// natural units, before they are hidden or capped; or what is left to do says a LogitScale.
+// Kernels with terms turn scores into logits, softmax_scale * q k^T + bias + slope * (j - i), in
+// natural units, before masking and soft capping. They may leave a factor and an offset to the
+// softmax, as a LogitScale.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SCORE_TERMS_CUH_
@@ -11,21 +12,21 @@
 
 namespace jax_magi::cuda {
 
-// How a kernel gets at the bias.
+// How a kernel loads the bias.
 enum class BiasKind : int32_t {
   kNone,
-  kTiles,  // Of the operands' element type, and different for each query: by TMA.
+  kTiles,  // The operands' dtype, different for each query: loaded by TMA.
   kByKey,  // The same for all queries.
-  kFloat,  // In float32, and different for each query: word by word.
+  kFloat,  // float32, different for each query: loaded word by word.
 };
 
 struct ScoreTerms {
   BiasKind kind;
   bool is_float;     // The bias is float32; else it has the operands' element type.
-  const void* bias;  // [batch, num_q_heads, q_len, k_len], with strides of 0 where it is shared.
+  const void* bias;  // [batch, num_q_heads, q_len, k_len]; the stride of a shared dimension is 0.
   int64_t batch_stride, head_stride, q_stride;
   const float* slopes;  // [batch, num_q_heads]; null: none.
-  SoftmaxScale scale;   // For scores in natural units. An inverse cap of 0 is none.
+  SoftmaxScale scale;   // For scores in natural units. An inverse_cap of 0 means no cap.
   float inverse_scale;  // 1 / softmax_scale.
 
   __device__ __forceinline__ int64_t Offset(int batch, int head) const {
@@ -38,8 +39,8 @@ struct ScoreTerms {
   }
 };
 
-// scores = scores * factor + bias. load(step, x) loads packed pairs of the 16 columns from
-// 16 * step on: those of four 8 x 8 matrices, two of rows by two of columns.
+// scores = scores * factor + bias. load(step, x) loads packed pairs of the 16 columns from 16 *
+// step on, as four 8 x 8 matrices: two row groups by two column groups.
 template <typename Element, int kCount, typename Load>
 __device__ __forceinline__ void AddPackedBias(float factor, float (&scores)[kCount], Load load) {
 #pragma unroll
@@ -56,7 +57,7 @@ __device__ __forceinline__ void AddPackedBias(float factor, float (&scores)[kCou
   }
 }
 
-// The same, where load(i, r, x) loads those of pair `i` of columns and row `r`.
+// The same, where load(i, r, x) loads the bias of column pair `i` and row `r`.
 template <int kCount, typename Load>
 __device__ __forceinline__ void AddBias(float factor, float (&scores)[kCount], Load load) {
 #pragma unroll
@@ -72,8 +73,8 @@ __device__ __forceinline__ void AddBias(float factor, float (&scores)[kCount], L
   }
 }
 
-// A block of the bias of a warp's 16 rows, in float32, in shared memory of its own. Eight columns
-// lie together, those of neighbouring rows in different banks.
+// A block of a float32 bias for a warp's 16 rows, in shared memory of that warp. Eight columns are
+// contiguous; the same columns of neighbouring rows lie in different banks.
 template <int kColumns>
 struct StagedRows {
   static_assert(kColumns % 64 == 0, "rows differ in three bits");
@@ -83,12 +84,12 @@ struct StagedRows {
     return rows + row * kColumns + (column ^ (row % 8 * 8));
   }
 
-  // From `source`, whose rows lie `stride` apart, and columns from `begin` on. Zeros from row
-  // `num_rows` on, and outside of [0, num_columns).
+  // Copies from `source`, whose rows are `stride` apart, the columns from `begin` on. Fills with
+  // zeros from row `num_rows` on, and outside columns [0, num_columns).
   __device__ __forceinline__ void Copy(const float* source, int64_t stride, int num_rows, int begin,
                                        int num_columns, unsigned lane) const {
     source += begin + int(lane);
-    __syncwarp();  // All have read the block before.
+    __syncwarp();  // All lanes have read the previous block.
 #pragma unroll 1
     for (int row = 0; row < 16; ++row, source += stride) {
 #pragma unroll 1
@@ -114,20 +115,20 @@ struct StagedRows {
   }
 };
 
-// scores = scores + step * column, columns from the thread's first.
+// scores = scores + step * column, where columns count from the thread's first.
 template <int kCount>
 __device__ __forceinline__ void AddSteps(float step, float (&scores)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) scores[i] += step * static_cast<float>(i / 4 * 8 + i % 2);
 }
 
-// From a thread's scores to logits, before any cap: score * factor + offset, by row. Threads that
-// share a row may have different offsets.
+// Maps a thread's scores to logits before any cap: score * factor + offset[row]. Threads that share
+// a row may have different offsets.
 struct LogitScale {
   float factor, offset[2];
 };
 
-// The same as OnlineSoftmax. An inverse cap of 0 is none. state.max is of logits.
+// OnlineSoftmax of logits. An inverse_cap of 0 means no cap. state.max is the maximum of logits.
 template <bool kMayHaveCap, int kCount>
 __device__ __forceinline__ bool OnlineSoftmaxOfLogits(const SoftmaxScale& scale,
                                                       const LogitScale& logit, RowState& state,
@@ -177,7 +178,8 @@ __device__ __forceinline__ bool OnlineSoftmaxOfLogits(const SoftmaxScale& scale,
   return has_moved;
 }
 
-// scores = scores * factor + base + step * column: `base` by row, columns from the thread's first.
+// scores = scores * factor + base[row] + step * column, where columns count from the thread's
+// first.
 template <int kCount>
 __device__ __forceinline__ void AddSlopes(float factor, float step, const float (&base)[2],
                                           float (&scores)[kCount]) {

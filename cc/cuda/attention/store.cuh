@@ -1,4 +1,4 @@
-// From accumulators to memory, in rows of 16-byte pieces.
+// Stores accumulators to memory, in rows of 16-byte words.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_STORE_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_STORE_CUH_
@@ -21,11 +21,11 @@ __device__ __forceinline__ void TransposeQuad(uint32_t (&word)[4], int t) {
   }
 }
 
-// Writes the thread's two rows of an accumulator of kDim columns, as Element, multiplied by
-// `factor`. Columns from `num_columns` on are left out, and rows that are not its own.
+// Writes the thread's two rows of an accumulator of kDim columns as Element, multiplied by
+// `factor`. Skips columns from `num_columns` on, and rows where `is_own` is false.
 //
-// A quad holds 8 columns of a row, 2 a thread. Four such groups are transposed among its threads,
-// so that each stores 16 bytes.
+// A quad holds 8 columns of a row, 2 per thread. Four such groups are transposed within the quad,
+// so that each thread stores 16 bytes.
 template <typename Element, int kDim>
 __device__ __forceinline__ void StoreRows(const float (&acc)[kDim / 2], const float (&factor)[2],
                                           Element* const (&rows)[2], const bool (&is_own)[2],
@@ -51,7 +51,7 @@ __device__ __forceinline__ void StoreRows(const float (&acc)[kDim / 2], const fl
   }
 }
 
-// In float32, where a pair of columns is what a thread holds.
+// The same in float32, where each thread stores the pairs of columns that it holds.
 template <int kDim>
 __device__ __forceinline__ void StoreFloatRows(const float (&acc)[kDim / 2],
                                                const float (&factor)[2], float* const (&rows)[2],
@@ -69,14 +69,15 @@ __device__ __forceinline__ void StoreFloatRows(const float (&acc)[kDim / 2],
   }
 }
 
-// Multiplies the thread's two rows of an accumulator by `factor`, and adds those of `rows`,
-// multiplied by `running_factor`.
+// Multiplies the thread's two rows of an accumulator by `factor`, and adds `rows` multiplied by
+// `running_factor`.
 template <int kDim>
 __device__ __forceinline__ void MergeFloatRows(float (&acc)[kDim / 2], const float (&factor)[2],
                                                const float (&running_factor)[2],
                                                const float* const (&rows)[2],
                                                const bool (&is_own)[2], int num_columns, int lane) {
-  // Loaded before anything is stored, or one would wait for the other: as much as registers hold.
+  // All rows are loaded before anything is stored, or the loads would wait for the stores. A chunk
+  // is as much as registers hold.
   constexpr int kColumns = kDim < 128 ? kDim : 128;
 #pragma unroll
   for (int first = 0; first < kDim; first += kColumns) {

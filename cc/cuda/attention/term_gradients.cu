@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One block of threads for each query of the batch, and all its heads.
+// One CTA per query of each batch element, for all heads.
 __global__ void ZeroHiddenKernel(HiddenPairs pairs) {
   __shared__ HiddenShared<128> shared;
   ZeroHidden<kThreads>(pairs, blockIdx.x, threadIdx.x, shared, [] { __syncthreads(); });
@@ -24,11 +24,11 @@ struct KeySumArgs {
   const float* sums;  // [batch, num_q_heads, k_len]
   void* dbias;        // [batch or 1, num_q_heads or 1, k_len]
   DType dtype;
-  int64_t batch, heads, k_len;         // Of the sums.
-  int64_t shared_batch, shared_heads;  // How many of them share an element of dbias.
+  int64_t batch, heads, k_len;         // The dimensions of `sums`.
+  int64_t shared_batch, shared_heads;  // Number of them that share an element of dbias.
 };
 
-// In order, so that results are the same each time.
+// Sums in a fixed order, so that results are reproducible.
 __global__ void SumByKeyKernel(KeySumArgs args) {
   const int64_t num_heads = args.heads / args.shared_heads;
   const int64_t count = args.batch / args.shared_batch * num_heads * args.k_len;
@@ -53,7 +53,7 @@ __global__ void SumByKeyKernel(KeySumArgs args) {
   }
 }
 
-// One block of threads for each head of the batch.
+// One CTA per head of each batch element.
 __global__ void SumSlopesKernel(const float* moments, float* dslopes, int64_t k_len) {
   __shared__ float partial[kThreads];
   float sum = 0.0f;

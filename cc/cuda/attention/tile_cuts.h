@@ -1,4 +1,4 @@
-// How rows are cut into tiles: what host and device do alike when they make a list.
+// How rows are cut into tiles, when host or device makes a list.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_CUTS_H_
@@ -8,9 +8,9 @@
 
 namespace jax_magi::cuda {
 
-// A divisor of numbers from 0 to 2^31 - 1. A division takes a GPU long, a multiplication does not:
-// with `multiplier` = 2^(31 + shift) / divisor, rounded up, the quotient is exact, as the error is
-// below 2^-31 of a divisor.
+// A divisor of numbers from 0 to 2^31 - 1. Multiplication is much faster than division on a GPU:
+// with `multiplier` = 2^(31 + shift) / divisor, rounded up, the quotient is exact, because the
+// error is below 2^-31 of a divisor.
 struct Divisor {
   uint32_t divisor, multiplier;
   int shift = 0;
@@ -25,14 +25,15 @@ struct Divisor {
   JAX_MAGI_INLINE int CeilDivide(int a) const { return Divide(static_cast<int>(a + divisor - 1)); }
 };
 
-// What is cut.
+// What is to be cut, and the tiling.
 struct CutArgs {
-  int num_lists;  // Slice lists: one for each batch element, or one for all.
+  int num_lists;  // Number of slice lists: one per batch element, or one for all.
   int num_rows, num_columns, num_slices;
   bool by_keys;
-  bool aligns_rows, aligns_columns;  // Tiles and blocks begin at multiples of kPositionAlignment.
+  // Whether tiles and blocks begin at multiples of kPositionAlignment.
+  bool aligns_rows, aligns_columns;
   Divisor tile_rows, block_columns;
-  Divisor candidates_per_list;  // For cuts: the first row, and both ends of each slice.
+  Divisor candidates_per_list;  // Candidates for cuts: row 0, and both ends of each slice.
   const Slice* slices;
 
   CutArgs(const AttentionShape& shape, const Tiling& tiling, const Slice* slices)
@@ -56,14 +57,14 @@ struct CutArgs {
   }
 };
 
-// Rows between two cuts, and their tiles.
+// The rows between two cuts, and the tiles they are divided into.
 struct Segment {
   int batch, begin, end;
   int first_tile, num_tiles;
 };
 
-// Row of a list's candidate `index` for a cut: 0 for the first, then both ends of each slice, or a
-// little before. 0 also stands for no cut.
+// The row of a list's candidate `index` for a cut: 0 for the first, then both ends of each slice,
+// rounded down if rows are aligned. 0 also stands for no cut.
 JAX_MAGI_INLINE int CutRow(const CutArgs& args, const Slice* slices, int index) {
   if (index == 0) return 0;
   const Slice slice =
@@ -74,8 +75,8 @@ JAX_MAGI_INLINE int CutRow(const CutArgs& args, const Slice* slices, int index) 
   return args.aligns_rows ? row / kPositionAlignment * kPositionAlignment : row;
 }
 
-// Whether a cut at `row` is made, where `previous` is the candidate before it. A shorter segment is
-// left together with its neighbour: many tiny documents would each pay for a whole tile.
+// Whether a cut is made at `row`, where `previous` is the candidate before it. A shorter segment
+// stays joined to its neighbour: many tiny documents would each pay for a whole tile.
 JAX_MAGI_INLINE bool IsCutKept(int previous, int row) {
   constexpr int kShortestSegment = 64;
   return row - previous >= kShortestSegment;
@@ -85,17 +86,19 @@ JAX_MAGI_INLINE Slice LoadSlice(const CutArgs& args, const Tile& tile, int s) {
   return LoadSlice(args.list(tile.batch), s, args.num_rows, args.num_columns, args.by_keys);
 }
 
-// Columns that rows of the tile see by slice `s` of its list, up to where blocks may end.
+// Columns that rows of the tile see through slice `s` of its list, up to the aligned end of the
+// last block.
 JAX_MAGI_INLINE Range TouchedColumns(const CutArgs& args, const Tile& tile, int s) {
   return TouchedColumns(LoadSlice(args, tile, s), tile, args.aligns_columns);
 }
 
-// The same without those that are only there for the blocks' end.
+// The same, without the padding for alignment.
 JAX_MAGI_INLINE Range SeenColumns(const CutArgs& args, const Tile& tile, int s) {
   return TouchedColumns(LoadSlice(args, tile, s), tile, /*aligns_end=*/false);
 }
 
-// Tile `i` of the list, which lies in `segment`: its rows, its slices, and the blocks they need.
+// Tile `i` of the list, which lies in `segment`: its rows, its slices, and the number of its
+// blocks.
 JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i) {
   Tile tile{};
   const int most_rows = static_cast<int>(args.tile_rows.divisor);

@@ -6,14 +6,14 @@
 namespace jax_magi::cuda {
 namespace {
 
-// Makes the sorted list of segments: a thread a candidate.
-// Returns their number. `rows` and `kept` are scratch.
+// Makes the sorted list of segments and returns their number. Each thread handles one candidate;
+// `rows` and `kept` are scratch.
 __device__ int MakeSegments(const CutArgs& args, Segment* segments, int* rows, int* kept) {
   const int per_batch = args.candidates_per_list.divisor;
   const int num_candidates = args.num_lists * per_batch;
   const int thread = threadIdx.x;
   const int batch = args.candidates_per_list.Divide(thread);
-  const int first = batch * per_batch;  // Of this batch element's candidates.
+  const int first = batch * per_batch;  // The first candidate of this batch element.
   const int index = thread - first;
   const bool is_candidate = thread < num_candidates;
   if (is_candidate) {
@@ -23,11 +23,11 @@ __device__ int MakeSegments(const CutArgs& args, Segment* segments, int* rows, i
 
   const int row = is_candidate ? rows[thread] : 0;
   bool is_kept = is_candidate && (index == 0 || row > 0);
-  int previous = 0;  // The cut before this one.
+  int previous = 0;  // The candidate row before this one.
   for (int i = 0; is_kept && index > 0 && i < per_batch; ++i) {
     const int other = rows[first + i];
     if (other < row) previous = Max(previous, other);
-    if (other == row && i < index) is_kept = false;  // The same cut twice.
+    if (other == row && i < index) is_kept = false;  // A duplicate.
   }
   if (index > 0 && !IsCutKept(previous, row)) is_kept = false;
   kept[thread] = is_kept;
@@ -53,25 +53,26 @@ __device__ int MakeSegments(const CutArgs& args, Segment* segments, int* rows, i
   return num_segments;
 }
 
-// The sum over threads before this one. `scratch` holds 32.
+// The sum over the threads before this one. `scratch` holds 32 elements.
 __device__ int SumBefore(int x, int* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int sum = SumUpToLane(x);
   if (lane == 31) scratch[warp] = sum;
   __syncthreads();
-  int before = 0;  // Warps before this one.
+  int before = 0;  // Sum over the warps before this one.
   for (int i = 0; i < warp; ++i) before += scratch[i];
   return before + sum - x;
 }
 
-// Tiles are sorted by number of blocks; longer ones share the first bin.
+// The sort key: tiles with most blocks first; all tiles of kNumBins - 1 blocks or more share the
+// first bin.
 template <int kNumBins>
 __device__ int BinOf(const Tile& tile) {
   return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
 }
 
-// This kernel came up while the one before it ended. The next one may come up now: it waits for
-// this one where it must, and all before it have ended.
+// This kernel may have started before the previous one ended. The next one may start now: it waits
+// for this kernel where it must, and all kernels before this one have ended.
 __device__ void LetKernelsOverlap() {
   WaitForPreviousKernel();
   LetNextKernelStart();
@@ -89,7 +90,7 @@ __global__ void ResetKernel(ListCheck check, WorkCounter* counter, int num_part_
   }
 }
 
-// One block of threads: cuts rows into tiles, then sorts them by counting, a thread a bin.
+// One CTA cuts rows into tiles, then sorts them with a counting sort, one bin per thread.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     TileListKernel(CutArgs args, ListKey key, TileList* list, Tile* unsorted) {
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   const int thread = threadIdx.x;
   LetKernelsOverlap();
 
-  // Too many candidates, and every list is one segment.
+  // With too many candidates, every slice list becomes a single segment.
   const bool is_cut = args.num_candidates() <= kThreads;
   int num_segments = 0;
   const int tiles_per_list = args.tile_rows.CeilDivide(args.num_rows);
@@ -134,21 +135,21 @@ __global__ void __launch_bounds__(kThreads)
     return tile;
   };
   for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
-  // A thread's first tile needs no memory.
+  // A thread's first tile stays in registers.
   Tile own{};
   if (thread < num_tiles) own = make_tile(thread);
   __syncthreads();
   const int count = bins[thread];
   const int before = SumBefore(count, rows);
-  bins[thread] = before;  // Where each begins.
+  bins[thread] = before;  // The position of the bin's first tile.
   for (int i = 0; i < kNumThresholds; ++i) {
     static_assert(ThresholdBlocks(0) < kThreads, "the first bin has tiles of any number of blocks");
-    // Bins before this one have as many blocks or more.
+    // All bins before this one hold tiles with as many blocks or more.
     if (thread == kThreads - ThresholdBlocks(i)) list->num_above[i] = before;
   }
   __syncthreads();
-  // Tiles of a bin in the order in which they were cut, so that the list is always the same: warps
-  // come one after the other.
+  // Tiles of a bin keep the order in which they were cut, so that the list is always the same:
+  // warps take turns.
   for (int i = thread; i - thread < num_tiles; i += kThreads) {
     const bool is_tile = i < num_tiles;
     Tile tile = i < kThreads || !is_tile ? own : unsorted[i];
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                     TileList* list, cudaStream_t stream) {
   const CutArgs args(shape, tiling, slices);
-  // The attention kernel waits for the list: few threads are the quickest where they are enough.
+  // The attention kernel waits for the list, and a small CTA is faster when it suffices.
   constexpr int kFew = 128, kMany = 1024;
   const bool is_small = args.num_candidates() <= kFew && MaxTiles(shape, tiling) <= kFew &&
                         CeilDiv(args.num_columns, tiling.num_columns) < kFew;

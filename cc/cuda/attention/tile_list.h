@@ -1,10 +1,10 @@
 // The kernels' work lists: tiles of query rows (forward) or of keys (backward), the heaviest first.
-// For the backward kernel the mask is transposed; below, "rows" are what tiles are made of, and
-// "columns" the other side.
+// The backward kernel uses the transposed mask. Below, "rows" are what a tile consists of, and
+// "columns" are the other side, which a kernel processes in blocks.
 //
-// A concrete mask gets its list on the host, once, when the call is traced. A traced one is only
-// known on the device, where one small kernel makes the list: an operation of its own, of which XLA
-// keeps one for all layers of a program that have the same mask.
+// The list of a concrete mask is made on the host, once, when the call is traced. A traced mask is
+// known only on the device, where one small kernel makes the list. That kernel is a separate
+// operation, so XLA keeps a single copy for all layers of a program that have the same mask.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
@@ -19,27 +19,28 @@ namespace jax_magi::cuda {
 
 // A tile of rows of one slice list, for all heads.
 struct alignas(32) Tile {
-  int32_t batch;  // 0 where the whole batch shares its slices, and so its tiles.
+  int32_t batch;  // 0 if the whole batch shares its slices, and therefore its tiles.
   int32_t begin, num_rows;
-  int32_t num_blocks;              // Blocks of columns that some row sees, over all slices.
-  int32_t slice_begin, slice_end;  // All slices that touch the tile lie here.
-  int32_t index;                   // In the list.
+  int32_t num_blocks;              // Column blocks that some row sees, summed over all slices.
+  int32_t slice_begin, slice_end;  // A range that contains all slices that touch the tile.
+  int32_t index;                   // Position in the list.
   int32_t padding;
 
   JAX_MAGI_INLINE Range rows() const { return {begin, begin + num_rows}; }
 };
 
-// Thresholds by which tiles are told heavy from light, in blocks: 16, 8 and 4. See head_cuts.h.
+// Thresholds on the number of blocks that classify tiles by weight: 16, 8 and 4. See head_cuts.h.
 //
-// A block takes about 3 us with 128 dims, and a tile 2 us besides, to load keys and add gradients:
-// of an item of 16 blocks that is 4%. Under a usual window tiles have 8 to 30 blocks.
+// A block takes about 3 us with 128 dims, and each tile another 2 us to load keys and add
+// gradients, which is 4% of a work item of 16 blocks. With a typical window, tiles have 8 to 30
+// blocks.
 constexpr int kNumThresholds = 3;
 constexpr int ThresholdBlocks(int i) { return 16 >> i; }
 
-// What a list is made for. It serves no call of other lengths, slices or tiles.
+// What a list was made for. The list is not valid for other lengths, slices or tilings.
 struct ListKey {
-  int32_t stamp;      // Of the tiling.
-  int32_t num_lists;  // Slice lists: one for each batch element, or one for all.
+  int32_t stamp;      // Identifies the tiling.
+  int32_t num_lists;  // Number of slice lists: one per batch element, or one for all.
   int32_t num_slices, num_rows, num_columns;
 
   JAX_MAGI_INLINE bool operator==(const ListKey& other) const {
@@ -48,11 +49,12 @@ struct ListKey {
   }
 };
 
-// The tiles follow.
+// The header of a list; the tiles follow it in memory.
 struct alignas(32) TileList {
   int32_t num_tiles;
-  int32_t least_blocks;  // Of the last tile.
-  // Tiles at the front that have so many blocks or more; 0 in a list that was made on the host.
+  int32_t least_blocks;  // Number of blocks of the last tile.
+  // Number of tiles at the front with ThresholdBlocks(i) blocks or more; 0 in a list made on the
+  // host.
   int32_t num_above[kNumThresholds];
   ListKey key;
   int32_t padding[6];
@@ -61,44 +63,47 @@ struct alignas(32) TileList {
   JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
 };
 
-// What a call needs besides.
+// The counters from which CTAs fetch work, besides the list.
 struct alignas(32) WorkCounter {
-  int32_t next_work;     // Handed out by atomic addition.
-  uint32_t next_hidden;  // The same, of queries for which zeros are written.
+  int32_t next_work;     // The next work number, fetched by atomic addition.
+  uint32_t next_hidden;  // The same for the queries whose hidden pairs are filled with zeros.
   int32_t padding[6];
 };
 
-// Whose kernels a list is for.
+// The GPU architecture whose kernels a list is for.
 enum class Architecture : int32_t { kNone = 0, kSm90 = 1 };
 
 // How a variant of a kernel cuts the score matrix.
 struct Tiling {
   Architecture architecture;
-  int num_rows;     // Of a tile.
-  int num_columns;  // Of a block, a multiple of 16.
-  bool by_keys;     // Rows are keys.
-  // Blocks and tiles of keys begin at multiples of kPositionAlignment: TMA takes boxes of a bias
-  // from there alone.
+  int num_rows;     // Rows per tile.
+  int num_columns;  // Columns per block, a multiple of 16.
+  bool by_keys;     // Whether rows are keys (backward) rather than queries.
+  // Whether key blocks and key tiles begin at multiples of kPositionAlignment, as TMA requires to
+  // load boxes of a bias.
   bool aligns_keys = false;
 
-  // Tells lists of this tiling from others: programs may outlive the build that made their list.
+  // Distinguishes lists of this tiling from others: a compiled program may outlive the build that
+  // made its list.
   int32_t stamp() const {
-    constexpr int32_t kVersion = 6;  // To be raised when TileList or Tile changes its meaning.
+    constexpr int32_t kVersion = 6;  // Raise this when the meaning of TileList or Tile changes.
     static_assert(kVersion < 8, "what follows in a stamp is the number of blocks");
     return kVersion << 21 | by_keys << 20 | num_rows << 10 |
            static_cast<int32_t>(architecture) << 6 | aligns_keys << 5 | num_columns / 16;
   }
-  // The one with this stamp, if it is of this build: else its own is another.
+  // The tiling with this stamp, if this build made the stamp; otherwise the result has a different
+  // stamp.
   static Tiling OfStamp(int32_t stamp) {
     return {static_cast<Architecture>(stamp >> 6 & 15), stamp >> 10 & 1023, (stamp & 31) * 16,
             (stamp >> 20 & 1) != 0, (stamp >> 5 & 1) != 0};
   }
 };
 
-// What the stamp of a known list has besides, in multiples of this: about how many blocks all tiles
-// have, as the host does not read lists when it launches. A list from the device has 0.
+// The stamp of a known list also encodes, in multiples of this, the approximate number of blocks of
+// all tiles, because the host does not read the list when it launches. A list made on the device
+// has 0 there.
 constexpr int32_t kBlocksStamp = 1 << 24;
-// Two bits below the leading one, and the exponent.
+// Encodes the exponent and the two bits below the leading one.
 inline int32_t StampOfBlocks(int64_t num_blocks) {
   int exponent = 0;
   while (num_blocks >> exponent > 1 && exponent < 31) ++exponent;
@@ -128,24 +133,24 @@ inline ListKey KeyOf(const AttentionShape& shape, const Tiling& tiling) {
           NumRows(shape, tiling), NumColumns(shape, tiling)};
 }
 
-// Tiles are full, or end where a slice begins or ends.
+// A tile is full, or it ends where a slice begins or ends.
 inline int64_t MaxTiles(const AttentionShape& shape, const Tiling& tiling) {
   return NumLists(shape) *
          (CeilDiv(NumRows(shape, tiling), tiling.num_rows) + 2 * shape.num_slices);
 }
 
-// Of a list that the device makes. It takes twice its size: sorted and not.
+// Bytes of a list that the device makes. It holds the tiles twice: sorted and unsorted.
 inline int64_t TileListBytes(const AttentionShape& shape, const Tiling& tiling) {
   return sizeof(TileList) + 2 * MaxTiles(shape, tiling) * sizeof(Tile);
 }
 
-// Slice `i` as the kernels see it: rows first, and inside the arrays.
+// Slice `i` as the kernels use it: rows first, and clamped to the arrays.
 JAX_MAGI_INLINE Slice LoadSlice(const Slice* slices, int i, int num_rows, int num_columns,
                                 bool by_keys) {
   return ClampSlice(by_keys ? Transpose(slices[i]) : slices[i], num_rows, num_columns);
 }
 
-// Moves a tile into the arrays, whatever it says: what it is read from may not be a list.
+// Clamps any tile to the arrays: the memory that it was read from may not be a valid list.
 JAX_MAGI_INLINE void ClampTile(int num_lists, int num_rows, int num_slices, Tile& tile) {
   tile.batch = Clamp(tile.batch, 0, num_lists - 1);
   tile.begin = Clamp(tile.begin, 0, num_rows);
@@ -154,8 +159,8 @@ JAX_MAGI_INLINE void ClampTile(int num_lists, int num_rows, int num_slices, Tile
   tile.slice_end = Min(tile.slice_end, num_slices);
 }
 
-// Columns that rows of the tile see by a slice, up to where blocks of them may end: a multiple of
-// kPositionAlignment, if that is asked for.
+// The columns that rows of the tile see through a slice. If `aligns_end`, the end is rounded up to
+// a multiple of kPositionAlignment, where blocks end.
 JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool aligns_end) {
   const Range rows = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
   Range columns{0, 0};
@@ -164,22 +169,23 @@ JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool 
   return columns;
 }
 
-// Each lets the next kernel on the stream start when the one before it has ended. It must wait for
-// this one with griddepcontrol.wait.
+// Each of these lets the next kernel on the stream start once the previous one has ended. The next
+// kernel must wait for this one with griddepcontrol.wait.
 
-// Makes a list, of TileListBytes.
+// Makes a list of TileListBytes(shape, tiling) bytes.
 Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                     TileList* list, cudaStream_t stream);
 
-// A call's list, and what it has to be made for. Null: there is none to check.
+// A call's list, and the key that it must have. A null list is not checked.
 struct ListCheck {
   const TileList* list;
   ListKey key;
   int32_t max_tiles;
 
 #ifdef __CUDACC__
-  // Ends the program if the list is another call's, as it would end if we were wrong elsewhere: a
-  // call has no way to say so when it runs. For one thread of a kernel before the one that works.
+  // Ends the program if the list belongs to a different call, like any other broken assumption: a
+  // running kernel has no way to return an error. Called by one thread of a kernel that precedes
+  // the attention kernel.
   __device__ __forceinline__ void Check() const {
     if (list == nullptr) return;
     const bool is_own = list->key == key && 0 <= list->num_tiles && list->num_tiles <= max_tiles;
@@ -188,8 +194,8 @@ struct ListCheck {
 #endif
 };
 
-// Resets the counter and those of parts, which follow it, and fills max_logits, unless they are
-// null, with -inf. Checks the list.
+// Resets the work counter and the part counters that follow it, and fills max_logits with -inf
+// unless it is null. Checks the list.
 Status ResetWork(const AttentionShape& shape, const ListCheck& check, WorkCounter* counter,
                  int num_part_counters, float* max_logits, cudaStream_t stream);
 

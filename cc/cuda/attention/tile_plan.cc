@@ -9,15 +9,15 @@
 namespace jax_magi::cuda {
 namespace {
 
-// In quarters of the time of a block: that block, what a mask adds to it, and what a tile takes
-// besides its blocks. Estimates, from the number of instructions.
+// In quarters of the time of one block: the block itself, the extra cost of masking it, and the
+// cost of a tile besides its blocks. Estimated from instruction counts.
 constexpr int64_t kBlockCost = 4, kMaskCost = 1, kTileCost = 4;
-// Slices that may be looked at for the best cuts: about a tenth of a second.
+// Limit on slices examined in the search for the best cuts, which bounds the search to about 0.1 s.
 constexpr int64_t kMostVisits = 1 << 25;
-// Ends of a tile that are tried, besides that of a full one.
+// Number of slice boundaries that are tried as the end of a tile, besides the end of a full tile.
 constexpr int kMostEnds = 8;
 
-// What tiles of a slice list cost.
+// The cost of tiles of one slice list.
 class TileCosts {
  public:
   TileCosts(const CutArgs& args, int group) : args_(args), group_(group) {
@@ -32,9 +32,9 @@ class TileCosts {
     }
   }
 
-  // Of the tile with these rows, for all query heads of a kv head.
+  // The cost of the tile with these rows, for all query heads of a kv head.
   int64_t Cost(Range rows) {
-    // All slices before the first of these end at or before the tile's first row.
+    // All slices before `first` end at or before the tile's first row.
     const auto first = std::upper_bound(last_end_.begin(), last_end_.end(), rows.begin);
     int64_t cost = kTileCost;
     for (size_t i = first - last_end_.begin(); i < slices_.size(); ++i) {
@@ -55,8 +55,8 @@ class TileCosts {
     const int width = static_cast<int>(args_.block_columns.divisor);
     const int num_blocks = CeilDiv(touched.end - touched.begin, width);
     int num_clean = 0;
-    if (own.begin == rows.begin && own.end == rows.end) {  // Else rows are hidden in every block.
-      // Blocks are laid from right to left.
+    if (own.begin == rows.begin && own.end == rows.end) {  // Otherwise every block has hidden rows.
+      // Blocks are laid out from right to left.
       const Range clean = CleanKeys(slice, rows);
       const int left = Min(touched.end - clean.begin, touched.end - touched.begin) / width;
       const int right = CeilDiv(Max(touched.end - clean.end, 0), width);
@@ -65,7 +65,7 @@ class TileCosts {
     return kBlockCost * num_blocks + kMaskCost * (num_blocks - num_clean);
   }
 
-  // Query heads that share a tile of few rows.
+  // Number of query heads that share a tile of few rows.
   int NumPacked(int num_rows) const {
     constexpr int kMost = 4;
     int pack = 1;
@@ -77,12 +77,12 @@ class TileCosts {
 
   const CutArgs& args_;
   int group_;
-  std::vector<Slice> slices_;  // By first row.
-  std::vector<int> last_end_;  // The largest end of a slice and those before it.
+  std::vector<Slice> slices_;  // Sorted by first row.
+  std::vector<int> last_end_;  // The largest end among each slice and those before it.
   int64_t num_visits_ = 0;
 };
 
-// Rows at which a tile may begin or end: 0 and `args.num_rows`, and where slices do.
+// Rows at which a tile may begin or end: 0, `args.num_rows`, and where slices begin or end.
 std::vector<int> CutRows(const CutArgs& args) {
   std::vector<int> rows{args.num_rows};
   for (int i = 0; i < static_cast<int>(args.candidates_per_list.divisor); ++i) {
@@ -93,7 +93,8 @@ std::vector<int> CutRows(const CutArgs& args) {
   return rows;
 }
 
-// Where tiles begin, and `args.num_rows`, if each is cut that is long enough: as on the device.
+// The first rows of tiles, then `args.num_rows`, if every cut is made that IsCutKept accepts, as on
+// the device.
 std::vector<int> UsualCuts(const CutArgs& args, const std::vector<int>& rows) {
   std::vector<int> begins{0};
   for (size_t i = 1; i < rows.size(); ++i) {
@@ -106,22 +107,22 @@ std::vector<int> UsualCuts(const CutArgs& args, const std::vector<int>& rows) {
   return begins;
 }
 
-// The same, such that tiles cost least; none if it takes too long to find them. Tiles are full or
-// end where a slice begins or ends. Cutting there is not always best: a tile of few rows costs as
-// much as a full one, but a tile with rows of two slices has to meet the keys of both.
+// The same for the cheapest tiles; empty if finding them takes too long. Tiles are full, or end
+// where a slice begins or ends. Cutting at a slice is not always best: a tile of few rows costs as
+// much as a full one, but a tile with rows of two slices processes the keys of both.
 std::vector<int> BestCuts(const CutArgs& args, const std::vector<int>& rows, TileCosts& costs) {
   struct Step {
     int row;
-    int64_t cost;  // Of tiles before it.
-    int previous;  // Index of the step where the last of them begins.
+    int64_t cost;  // The cost of the tiles before it.
+    int previous;  // The index of the step where the last of those tiles begins.
   };
-  std::vector<Step> steps;  // In order of rows.
+  std::vector<Step> steps;  // Sorted by row.
   std::map<int, Step> open{{0, {0, 0, -1}}};
   const int most_rows = static_cast<int>(args.tile_rows.divisor);
   while (open.begin()->first < args.num_rows) {
     const Step step = open.begin()->second;
     open.erase(open.begin());
-    // One that is further on and has cost no more is better: fewer rows never cost more.
+    // A step further on that costs no more is better: fewer remaining rows never cost more.
     if (std::any_of(open.begin(), open.end(),
                     [&](const auto& other) { return other.second.cost <= step.cost; })) {
       continue;
@@ -157,11 +158,11 @@ int64_t NumBlocks(const TileList& list) {
   return num_blocks;
 }
 
-// In clusters, on average. On an H200, they are worth 1 to 2% with 52 blocks a tile and more (128
-// dims: full masks of 4k and causal ones of 8k tokens, 64 dims: of 8k and 16k), and nothing with 33
-// (64 dims, causal, 8k).
+// Minimum average number of blocks per cluster tile. On an H200, clusters gain 1 to 2% with 52 or
+// more blocks per tile (128 dims: full masks of 4k and causal ones of 8k tokens, 64 dims: of 8k and
+// 16k), and nothing with 33 (64 dims, causal, 8k).
 constexpr int64_t kLeastClusterBlocks = 48;
-// And no more than one block in so many may be met in vain.
+// At most one in this many blocks may be processed by a CTA that does not see it.
 constexpr int64_t kVain = 50;
 
 }  // namespace
@@ -196,8 +197,8 @@ TilePlan PlanTiles(const AttentionShape& shape, const Tiling& tiling, const Slic
 int64_t NumBlocks(const std::vector<int32_t>& tile_list) { return NumBlocks(ListOf(tile_list)); }
 
 bool MayBeBetterInClusters(const std::vector<int32_t>& tile_list) {
-  // Tiles of clusters are at least half as many, with at most half as many blocks and those in
-  // vain.
+  // The cluster list has at least half as many tiles, and at most half as many blocks plus those
+  // that a CTA processes without seeing them.
   const TileList& list = ListOf(tile_list);
   return (kVain + 1) * NumBlocks(list) >= kVain * kLeastClusterBlocks * list.num_tiles;
 }
@@ -206,7 +207,7 @@ bool IsBetterInClusters(const Tiling& tiling, const std::vector<int32_t>& tile_l
                         const std::vector<int32_t>& cluster_list) {
   const TileList& list = ListOf(cluster_list);
   for (int i = 0; i < list.num_tiles; ++i) {
-    // A block of threads without rows would load those behind the tile, where a NaN may lie.
+    // A CTA without rows would load the rows behind the tile, which may contain NaN.
     const Tile& tile = list.tiles()[i];
     if (tile.num_blocks > 0 && tile.num_rows <= tiling.num_rows) return false;
   }

@@ -1,4 +1,4 @@
-// The list of tiles of a mask that is known when a call is traced.
+// Makes the tile list of a mask that is known when a call is traced.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_PLAN_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_PLAN_H_
@@ -10,22 +10,22 @@
 namespace jax_magi::cuda {
 
 struct TilePlan {
-  std::vector<int32_t> tile_list;  // Words of a TileList.
-  int64_t cost = 0;                // An estimate, to compare slices that show the same pairs.
+  std::vector<int32_t> tile_list;  // A TileList, as words.
+  int64_t cost = 0;  // The estimated run time, to compare slices that cover the same pairs.
 };
 
-// For slices that the whole batch shares.
+// `slices` is one list that the whole batch shares.
 TilePlan PlanTiles(const AttentionShape& shape, const Tiling& tiling, const Slice* slices);
 
-// That all tiles have.
+// The total number of blocks of all tiles.
 int64_t NumBlocks(const std::vector<int32_t>& tile_list);
 
-// Whether the backward kernel should run in clusters, with this list of tiles that are twice as
-// long. Two blocks of threads then share one, and load half of the queries each, but both meet all
-// that either sees. `tiling` is that of the usual list.
+// Whether the backward kernel should run in clusters, with a list whose tiles are twice as long.
+// Two CTAs then share a tile and load half of the queries each, but both process every block that
+// either of them sees. `tiling` is that of the usual list.
 //
-// The first of these asks the usual list alone: where it says no, the other list, which takes as
-// long to make, need not be there.
+// The first function needs only the usual list: if it returns false, the cluster list, which takes
+// as long to make, is not needed.
 bool MayBeBetterInClusters(const std::vector<int32_t>& tile_list);
 bool IsBetterInClusters(const Tiling& tiling, const std::vector<int32_t>& tile_list,
                         const std::vector<int32_t>& cluster_list);

@@ -1,4 +1,4 @@
-// The walk over a kernel's work, and over the slices of a tile.
+// Iteration over a kernel's work items, and over the slices of a tile.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_WORK_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_WORK_CUH_
@@ -8,21 +8,22 @@
 
 namespace jax_magi::cuda {
 
-// A kernel's work: each tile of the list, for each batch element that it serves, for each pack of
-// query heads that a block of threads takes at once.
+// A kernel's work: each tile of the list, for each batch element that it applies to, for each pack
+// of query heads that a CTA processes at once.
 struct WorkParams {
   const Slice* slices;
   int num_slices, num_rows, num_columns, num_lists;
   const TileList* list;
   WorkCounter* counter;
-  // With shared slices, the list's tiles serve this many batch elements; else it names them itself.
+  // With shared slices, each tile applies to this many batch elements; otherwise a tile names its
+  // own.
   uint32_t num_repeats;
-  uint32_t packs_per_section;  // Worked on at once.
-  uint32_t work_per_tile;      // num_repeats for each pack; in all, and in a section.
+  uint32_t packs_per_section;  // Processed at the same time.
+  uint32_t work_per_tile;      // num_repeats * packs: in total, and per section.
   uint32_t section_work_per_tile;
 };
 
-// Says what work there is: each tile for `num_packs` packs of heads.
+// The work of a call: each tile for `num_packs` packs of heads.
 inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
                            const TileList* list, WorkCounter* counter, int num_packs,
                            int packs_per_section) {
@@ -41,7 +42,7 @@ inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, co
   return work;
 }
 
-// One thread of the warp reads, and tells the others: it may then arrive for them.
+// Lane 0 reads and broadcasts to the warp, so that it may then arrive at a barrier for all lanes.
 template <typename T>
 __device__ __forceinline__ T LoadByWarp(const T& source) {
   static_assert(sizeof(T) % 4 == 0, "a shuffle is of words");
@@ -55,21 +56,21 @@ __device__ __forceinline__ T LoadByWarp(const T& source) {
   return result;
 }
 
-// Producers have few registers: what they know of the tile stays in shared memory.
+// The producer's state for the current tile, in shared memory because producers have few registers.
 struct WorkItem {
   Tile tile;
   uint32_t pack, number;
   int32_t slice;
   Range columns;
-  int32_t first_head, num_heads;  // That are worked on in turn.
-  int32_t head;                   // That is being worked on.
-  int32_t remaining;              // Blocks, of all heads.
-  uint32_t num_done;              // Tiles before this one.
-  int32_t skipped;                // Blocks of the tile that come before this part's.
-  int32_t part;                   // The tile's number of parts << 16 | the part's number; 0: whole.
+  int32_t first_head, num_heads;  // Heads to process one after the other.
+  int32_t head;                   // The current head.
+  int32_t remaining;              // Blocks left to process, over all heads.
+  uint32_t num_done;              // Tiles processed before this one.
+  int32_t skipped;                // Blocks of the tile that precede this part.
+  int32_t part;  // Number of parts of the tile << 16 | index of this part; 0: not cut.
 };
 
-// Work whose numbers are its own, as nothing of it is cut: see KeyParts.
+// Work of which nothing is cut, so numbers need no translation: compare KeyParts.
 struct WholeWork {
   __device__ __forceinline__ bool Has(uint32_t number, const WorkParams& params, int) const {
     return number < params.list->num_tiles * params.work_per_tile;
@@ -78,31 +79,31 @@ struct WholeWork {
   __device__ __forceinline__ void Cut(uint32_t, WorkItem&) const {}
 };
 
-// A division takes 130 cycles: numbers are mostly below the divisor here, or it is 1.
+// A division takes 130 cycles; here, x is mostly below the divisor, or the divisor is 1.
 __device__ __forceinline__ uint32_t Divide(uint32_t x, uint32_t divisor) {
   if (x < divisor) return 0;
   return divisor == 1 ? x : x / divisor;
 }
 
-// Sets the item's tile to the one at `index` of the list. For one warp, whose first lane alone may
-// use it before the warp is synchronized again.
+// Sets the item's tile to the one at `index` of the list. Called by one warp; only its first lane
+// may use the tile before the warp is synchronized again.
 __device__ __forceinline__ void CopyTile(const WorkParams& params, uint32_t index, int lane,
                                          WorkItem& item) {
   const Tile* tile = params.list->tiles() + index;
   int part = lane;
-  asm volatile("" : "+r"(part));  // Else addresses made of it take registers all the time.
-  if (part < static_cast<int>(sizeof(Tile) / sizeof(int4))) {  // Both at once.
+  asm volatile("" : "+r"(part));  // Otherwise addresses derived from it stay in registers.
+  if (part < static_cast<int>(sizeof(Tile) / sizeof(int4))) {  // Two lanes copy both vectors.
     reinterpret_cast<int4*>(&item.tile)[part] = reinterpret_cast<const int4*>(tile)[part];
   }
   __syncwarp();
   if (lane == 0) ClampTile(params.num_lists, params.num_rows, params.num_slices, item.tile);
 }
 
-// Sets the item to work `number`. For one warp.
+// Sets the item to work `number`. Called by one warp.
 template <typename Parts>
 __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& parts,
                                          uint32_t number, int lane, WorkItem& item) {
-  // Sections one after the other; in each, packs of heads side by side.
+  // Sections follow one another; within a section, packs of heads vary fastest.
   const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
   const uint32_t work = parts.WorkOf(number), section = Divide(work, per_section);
   const uint32_t in_section = work - section * per_section;
@@ -117,9 +118,9 @@ __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& 
   __syncwarp();
 }
 
-// Calls load() for the work of this block of threads, which it finds in `item`: number `first`,
-// then what next() sets. has(number) says whether there is such work, and find(number) sets the
-// item to it. For one warp, which has waited for the previous kernel.
+// Calls load() for each work item of this CTA, described in `item`: first number `first`, then the
+// numbers that next() stores in it. has(number) tells whether that work exists, and find(number)
+// sets the item to it. Called by one warp, after it has waited for the previous kernel.
 template <typename Has, typename Find, typename Load, typename Next>
 __device__ __forceinline__ void ForEachWork(int lane, WorkItem& item, uint32_t first, Has has,
                                             Find find, Load load, Next next) {
@@ -131,7 +132,7 @@ __device__ __forceinline__ void ForEachWork(int lane, WorkItem& item, uint32_t f
   while (has(item.number)) {
     find(item.number);
     load();
-    // Consumers are a few blocks behind: there is time for the trip to memory.
+    // Consumers lag a few blocks behind, which hides the latency of next().
     next();
     if (lane == 0) ++item.num_done;
     __syncwarp();
@@ -144,13 +145,14 @@ template <typename Load, typename Next>
 __device__ __forceinline__ void ForEachWork(const WorkParams& params, int lane, WorkItem& item,
                                             uint32_t first, Load load, Next next) {
   constexpr WholeWork parts;
-  WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
+  // Kernels before this one write some of what is loaded, and reset the counter.
+  WaitForPreviousKernel();
   ForEachWork(
       lane, item, first, [&](uint32_t number) { return parts.Has(number, params, lane); },
       [&](uint32_t number) { FindWork(params, parts, number, lane, item); }, load, next);
 }
 
-// Slice `i` of the tile's list.
+// Slice `i` of the slice list that the tile belongs to.
 template <bool kByKeys>
 __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const Tile& tile, int i) {
   const Slice* slices =
@@ -158,7 +160,7 @@ __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const T
   return LoadSlice(slices, i, params.num_rows, params.num_columns, kByKeys);
 }
 
-// Whether every one of these rows sees every column of a block.
+// Whether each of these rows sees every column of a block.
 __device__ __forceinline__ bool IsClean(const Slice& slice, Range rows, int begin,
                                         int num_columns) {
   if (rows.begin < slice.q_begin || rows.end > slice.q_end) return false;
@@ -166,8 +168,8 @@ __device__ __forceinline__ bool IsClean(const Slice& slice, Range rows, int begi
   return clean.begin <= begin && begin + num_columns <= clean.end;
 }
 
-// Calls walk(slice, columns) for each slice that touches the tile, by its index, with the columns
-// that some row sees (TouchedColumns). Lanes look at 32 slices at once.
+// Calls walk(i, columns) for each slice i that touches the tile, with the columns that some row
+// sees (TouchedColumns). Each lane examines one of 32 slices at a time.
 template <bool kByKeys, bool kAlignsEnd, typename Walk>
 __device__ __forceinline__ void ForEachSlice(const WorkParams& params, const Tile& tile, int lane,
                                              Walk walk) {

@@ -1,5 +1,5 @@
-// What kernels find in the workspace: one description gives its size, when a call is traced, and
-// the places of its pieces, when it runs.
+// The layout of the workspace: one description gives its size when a call is traced, and the
+// addresses of its pieces when the call runs.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_WORKSPACE_H_
 #define JAX_MAGI_CUDA_ATTENTION_WORKSPACE_H_
@@ -12,12 +12,12 @@
 
 namespace jax_magi::cuda {
 
-// Hands out pieces of memory, one after the other. Without memory it only counts.
+// Allocates consecutive pieces of memory. Without memory, it only counts bytes.
 class Pieces {
  public:
   explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
 
-  // Two sectors of memory: no piece shares one with another.
+  // Two sectors of memory, so that no two pieces share a sector.
   static constexpr int64_t kAlignment = 64;
 
   template <typename T>
@@ -37,7 +37,7 @@ class Pieces {
 
 struct ForwardWorkspace {
   WorkCounter* counter;
-  PartsParams parts;  // Their counters follow the counter, and are reset with it.
+  PartsParams parts;  // Their counters follow `counter` and are reset with it.
   int64_t num_bytes;
 };
 inline ForwardWorkspace ForwardWorkspaceOf(const AttentionShape& shape, const Tiling& tiling,
@@ -46,7 +46,7 @@ inline ForwardWorkspace ForwardWorkspaceOf(const AttentionShape& shape, const Ti
   ForwardWorkspace workspace{};
   workspace.counter = pieces.Take<WorkCounter>(1);
   if (MayCutKeys(shape, tiling)) {
-    // Right behind the counter.
+    // Directly after `counter`.
     workspace.parts.counters = pieces.Take<int32_t>(kMaxPartCounters, sizeof(WorkCounter));
     workspace.parts.parts = pieces.Take<float4>(int64_t{kMaxParts} * MaxConsumers(head_dim) *
                                                 kPartThreads * PartWords(value_dim));
@@ -56,13 +56,13 @@ inline ForwardWorkspace ForwardWorkspaceOf(const AttentionShape& shape, const Ti
 }
 
 struct BackwardWorkspace {
-  DqSum sum;  // The caller's, where it goes on in other calls.
+  DqSum sum;  // The caller's, if it is summed over several calls.
   DqOrder order;
-  ZeroBytes zeros;  // The sum, unless it is the caller's, and counters of the order.
+  ZeroBytes zeros;  // The sum, unless it is the caller's, and the counters of `order`.
   DkvParts parts;
   QueryStatistic* statistics;
   WorkCounter* counter;
-  float* term_sums;  // Of TermGradients.
+  float* term_sums;  // See TermGradients.
   int64_t num_bytes;
 };
 inline BackwardWorkspace BackwardWorkspaceOf(const AttentionCall& call, const Tiling& tiling,
@@ -87,7 +87,7 @@ inline BackwardWorkspace BackwardWorkspaceOf(const AttentionCall& call, const Ti
   return workspace;
 }
 
-// The same call, whose gradients of keys and values are parts, where there are several.
+// The same call with dk and dv directed to the parts, if there are several.
 inline BackwardArgs WithParts(BackwardArgs args, const DkvParts& parts) {
   if (parts.num_parts == 1) return args;
   const AttentionShape& shape = args.shape;
@@ -98,7 +98,7 @@ inline BackwardArgs WithParts(BackwardArgs args, const DkvParts& parts) {
   return args;
 }
 
-// Whether `workspace` fits the memory of a launch.
+// Whether `workspace` fits in the memory of a launch.
 template <typename Workspace>
 Status CheckFits(const Workspace& workspace, int64_t num_bytes) {
   if (workspace.num_bytes <= num_bytes) return {};
