@@ -1,4 +1,4 @@
-// From accumulators to sums in memory.
+// Adds accumulators to sums in global memory.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_ADD_ROWS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_ADD_ROWS_CUH_
@@ -7,17 +7,17 @@
 
 namespace jax_magi::cuda {
 
-// Adds to four floats, which are aligned to 16 bytes.
+// Adds `x` to four floats that are aligned to 16 bytes.
 __device__ __forceinline__ void AddFour(float* sum, float4 x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sum), "f"(x.x),
                "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
 }
 
-// The same as StoreFloatRows, but adds them to what is there.
+// Like StoreFloatRows, but adds to the rows in memory.
 //
-// Two groups of 8 columns are shared out anew between neighbours: each thread adds 16 bytes, and a
-// quad 64 that lie side by side.
+// Neighbouring threads exchange halves of two groups of 8 columns, so that each thread adds 16
+// bytes, and a quad 64 contiguous bytes.
 template <int kDim>
 __device__ __forceinline__ void AddFloatRows(const float (&acc)[kDim / 2], const float (&factor)[2],
                                              float* const (&rows)[2], const bool (&is_own)[2],

@@ -20,7 +20,7 @@ constexpr DType kDTypeOf<cutlass::bfloat16_t> = DType::kBF16;
 template <>
 constexpr DType kDTypeOf<cutlass::half_t> = DType::kF16;
 
-// What was built.
+// The variants that were built.
 struct ForwardEntry {
   int64_t head_dim, value_dim;
   DType dtype;
@@ -58,7 +58,7 @@ std::vector<std::string> NamesOf(const Entry (&entries)[kCount]) {
   return names;
 }
 
-// For scores with terms.
+// The variants for scores with terms.
 struct ForwardTermsEntry {
   int64_t head_dim, value_dim;
   DType dtype;
@@ -91,7 +91,7 @@ bool HasTerms(const Args& args) {
 }
 bool HasTerms(const AttentionCall& call) { return call.has_bias || call.has_alibi; }
 
-// The smallest that holds the call's head dims.
+// Returns the smallest variant that holds the call's head dims, or null.
 template <typename Entry, size_t kCount>
 const Entry* Find(const Entry (&entries)[kCount], const AttentionShape& shape, DType dtype) {
   const Entry* found = nullptr;
@@ -200,7 +200,7 @@ CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts) {
 
 std::string TooLarge(const AttentionShape& shape, const Tiling& tiling, bool is_list_known) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  // Tables of units of the order of dq have a warp each.
+  // MakeDqOrder uses one warp per unit and slice list.
   constexpr int64_t kMostWarps = kMost / 32;
   const int64_t num_tiles = MaxTiles(shape, tiling), num_lists = NumLists(shape);
   const int64_t num_repeats = shape.shared_slices ? std::max<int64_t>(shape.batch, 1) : 1;
@@ -227,7 +227,7 @@ std::vector<std::string> BackwardVariants() { return NamesOf(kBackward); }
 AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices) {
   const CallLayout layout = LayoutOf(call, /*num_dkv_parts=*/1);
   AttentionNeeds needs;
-  if (layout.tiling.num_rows == 0) return needs;  // The call will say that it was not built.
+  if (layout.tiling.num_rows == 0) return needs;  // The call will report that no variant was built.
   needs.workspace_bytes = layout.workspace_bytes;
   needs.tile_stamp = layout.tiling.stamp();
   needs.tile_list_words = TileListBytes(call.shape, layout.tiling) / sizeof(int32_t);

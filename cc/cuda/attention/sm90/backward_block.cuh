@@ -1,5 +1,5 @@
-// What a consumer warpgroup of the backward kernel holds in registers of a tile of rows and a block
-// of columns, the products it issues, and what it computes element by element.
+// The registers in which a consumer warpgroup of the backward kernel holds its part of a row tile
+// and a column block, the products it issues, and its elementwise computations.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_BLOCK_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_BLOCK_CUH_
@@ -13,13 +13,13 @@
 
 namespace jax_magi::cuda {
 
-// A warpgroup has 64 rows, or one of two roles for the same 64. Products are issued, and not waited
-// for.
+// A warpgroup has 64 rows, or one of two roles for the same 64. Products are issued here, but not
+// waited for.
 template <typename Config>
 struct BackwardBlock {
   using Element = typename Config::Element;
   static constexpr int kColumns = Config::kBlockColumns, kClusterSize = Config::kClusterSize;
-  // Bytes.
+  // Sizes in bytes.
   static constexpr uint32_t kRowXPanel = Config::kBlockRows * Config::kRowPanelDims * 2;
   static constexpr uint32_t kRowYPanel = Config::kBlockRows * 128;
   static constexpr uint32_t kColumnPanel = kColumns * 128;
@@ -27,18 +27,18 @@ struct BackwardBlock {
 
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
-  int warpgroup;  // Which consumer warpgroup.
-  int thread;     // In the warpgroup.
-  int row_stage;  // Of the tile, where there are two: else ptxas shall know that it is 0.
+  int warpgroup;  // Index of the consumer warpgroup.
+  int thread;     // Index in the warpgroup.
+  int row_stage;  // The tile's stage. RowStage() tells ptxas that a single stage is 0.
   SoftmaxScale scale;
 
-  float scores[kColumns / 2];  // Then tanh of them, with a cap, or probabilities.
+  float scores[kColumns / 2];  // Later tanh of scores, if there is a cap, or probabilities.
   float dp[kColumns / 2];      // delta - dP.
   uint32_t p[kColumns / 4], ds[kColumns / 4];
   float dx[kXDims / 2], dy[kYDims / 2];
   float dq[Config::kDqRegisters];
   uint32_t row_y[Config::kRowYInRegisters ? Config::kValueDim / 4 : 1];
-  // Read ahead of their use, as shared memory is busy with products.
+  // Read before their use, as products keep shared memory busy.
   float2 start[Config::kReadAhead ? kColumns / 8 : 1];
 
   __device__ __forceinline__ int RowStage() const {
@@ -52,7 +52,7 @@ struct BackwardBlock {
     if constexpr (Config::kHasTerms || Config::kHeadDim > 128) return RowAnew() + 8 * r;
     return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
-  // `thread`, and the row 0 above, computed anew each time. Kept in registers, the index would be
+  // `thread`, and row 0 above, computed again at each use. Kept in registers, the index would be
   // live through the whole loop, and there are none to spare.
   __device__ __forceinline__ unsigned ThreadAnew() const {
     unsigned thread;
@@ -71,7 +71,7 @@ struct BackwardBlock {
 
   // --- Statistics ---
 
-  // Calls fun(e, i, r) for elements 2 * e and 2 * e + 1 of the block, in which a thread has them in
+  // Calls fun(e, i, r) for elements 2 * e and 2 * e + 1 of the block, which a thread holds in
   // pairs: pair `i` of columns, row `r`.
   template <typename Fun>
   __device__ __forceinline__ void ForEachPair(Fun fun) {
@@ -97,7 +97,7 @@ struct BackwardBlock {
       for (int i = 0; i < kColumns / 8; ++i) start[i] = ReadPair(shared.statistics[stage][i].start);
     }
   }
-  // dP is subtracted from delta by its product.
+  // The product for dP is subtracted from delta.
   __device__ __forceinline__ void ReadDeltas(int stage) {
     ForEachPair([&](int e, int i, int) {
       const float2 delta = ReadPair(shared.statistics[stage][i].delta);
@@ -106,7 +106,7 @@ struct BackwardBlock {
     });
   }
 
-  // As wgmma wants them: 16 rows of the warp, 16 dims a step.
+  // Loads values in wgmma's operand layout: 16 rows of the warp, 16 dims per step.
   __device__ __forceinline__ void LoadRowY() {
     const int row = RowPart() * 64 + thread / 32 * 16 + thread % 16;
 #pragma unroll
@@ -120,7 +120,7 @@ struct BackwardBlock {
   // --- Products ---
 
   __device__ __forceinline__ void IssueScores(int x_stage) {
-    const int stage = __shfl_sync(~0u, x_stage, 0);  // The compiler shall know that it is uniform.
+    const int stage = __shfl_sync(~0u, x_stage, 0);  // Tells the compiler that it is uniform.
     FenceRegisters(scores);
     FenceWgmma();
     constexpr int kPanelDims = Config::kRowPanelDims;
@@ -195,7 +195,7 @@ struct BackwardBlock {
     HideScores(info.slice, rows, info.begin + 2 * (thread % 4), scores);
   }
 
-  // What is to be added to exponents, of pair `i` of columns.
+  // The offset of the exponents of pair `i` of columns.
   __device__ __forceinline__ float2 Start(int stage, int i) const {
     return Config::kReadAhead ? start[i] : ReadPair(shared.statistics[stage][i].start);
   }
@@ -212,7 +212,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void ScoreGradients() {
 #pragma unroll
     for (int e = 0; e < kColumns / 4; ++e) {
-      // Packed ones are rounded, and take half the registers.
+      // Packed probabilities are rounded, and take half the registers.
       const float2 probability = Config::kKeepsProbabilities
                                      ? make_float2(scores[2 * e], scores[2 * e + 1])
                                      : UnpackPair<Element>(p[e]);
@@ -220,7 +220,7 @@ struct BackwardBlock {
     }
   }
 
-  // With a cap, scores are tanh first: its gradient needs them.
+  // With a cap, scores are replaced by their tanh, from which the cap's gradient is computed.
   __device__ __forceinline__ void CapScores() {
 #pragma unroll
     for (float& score : scores) score = Cap(score, scale);
@@ -239,7 +239,7 @@ struct BackwardBlock {
     });
   }
 
-  // Probabilities of 16 columns, and what their dP is to be multiplied by.
+  // Computes the probabilities of 16 columns, and the factors of their dP.
   __device__ __forceinline__ void CappedFactors(int stage, int i, uint32_t (&factor)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -254,8 +254,8 @@ struct BackwardBlock {
     }
   }
 
-  // The same in two steps. In between, what dP is to be multiplied by lies where dS will be: each
-  // warp reads there what it wrote.
+  // The same in two steps. In between, the factors of dP are stored where dS will be: each warp
+  // reads there only what it wrote.
   __device__ __forceinline__ void CappedProbabilities(int stage, Element* destination) {
     Element* address = DsMatrices(destination);
 #pragma unroll
@@ -266,7 +266,7 @@ struct BackwardBlock {
     }
     __syncwarp();
   }
-  // The same, to where the thread's factors lie, for those of 16 columns side by side.
+  // Computes the factors, and stores those of 16 columns contiguously in the thread's place.
   __device__ __forceinline__ void CappedFactors(int stage, uint4* factors) {
 #pragma unroll
     for (int i = 0; i < kColumns / 16; ++i) {
@@ -291,7 +291,7 @@ struct BackwardBlock {
     __syncwarp();  // All lanes have read what they overwrite next.
   }
 
-  // With terms, whose gradients they are, they are also kept unrounded, in place of dP.
+  // With terms, dS is also kept unrounded, in place of dP: it is the gradient of the terms.
   __device__ __forceinline__ void SetGradients(int e, float first, float second) {
     ds[e] = PackPair<Element>(first, second);
     if constexpr (Config::kHasAnyTerms) {
@@ -304,8 +304,8 @@ struct BackwardBlock {
     return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
   }
 
-  // Where this lane's row is of matrices of 8 keys x 8 queries, two of keys by two of queries. The
-  // next two of queries are 16 rows further on.
+  // The address of this lane's row in four 8 x 8 matrices of keys by queries: two groups of keys by
+  // two groups of queries. The next two groups of queries are 16 rows further on.
   __device__ __forceinline__ Element* DsMatrices(Element* ds) const {
     const int lane = thread % 32, warp = thread / 32;
     Element* panel = ds + RowPart() * 64 * kColumns;
@@ -323,11 +323,11 @@ struct BackwardBlock {
     }
   }
 
-  // A panel of dQ whose rows are queries to shared memory, from its registers.
+  // Copies a panel of dQ whose rows are queries from registers to shared memory.
   __device__ __forceinline__ void StoreDqByQuery(const float* dq) {
     constexpr int kDims = Config::kDqPanelDims;
     const int lane = thread % 32;
-    // Of the first of two units of eight queries.
+    // In the first of two groups of eight queries.
     float* place = shared.dq + (warpgroup * Config::kDqQueries + thread / 32 * 16) * kDims +
                    DqSumPlaceByQuery(lane / 4, 2 * (lane % 4));
 #pragma unroll
@@ -363,8 +363,8 @@ struct BackwardBlock {
       const int64_t row = batch * params.work.num_rows + (tile.begin + Row(r));
       offset[r] = (row * params.num_kv_heads + tile.kv_head) * dim;
     }
-    // Always so where heads are cut. But without the question ptxas asks in the main loop, behind a
-    // wait, whether a block is masked.
+    // Always true if heads are split. But without this branch, ptxas moves the test whether a block
+    // is masked behind a wait in the main loop.
     if (params.is_float) {
       float* base = static_cast<float*>(out);
       float* const rows[2] = {base + offset[0], base + offset[1]};

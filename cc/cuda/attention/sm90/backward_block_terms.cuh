@@ -16,14 +16,14 @@ struct BackwardBlockTerms {
   __device__ __forceinline__ BackwardTermsParams const& params() const { return block.params; }
   __device__ __forceinline__ BackwardShared<Config>& shared() const { return block.shared; }
 
-  // 0 where there are none.
+  // 0 if there are no slopes.
   __device__ __forceinline__ float Slope(int batch, int head) const {
     const float* slopes = params().terms.slopes;
     return slopes == nullptr ? 0.0f : slopes[int64_t{batch} * params().num_q_heads + head];
   }
 
-  // From products to scores in natural units, with their terms. The bias is where dS will be, once
-  // `full` has completed the phase.
+  // Turns products into scores in natural units, with their terms. The bias is where dS will be,
+  // once `full` has completed the phase.
   __device__ __forceinline__ void Add(int stage, Element* ds, uint64_t* full,
                                       uint32_t phase) const {
     const ScoreTerms& terms = params().terms;
@@ -59,7 +59,7 @@ struct BackwardBlockTerms {
     if (!is_scaled || terms.slopes != nullptr) AddSlopes(factor, -slope, base, block.scores);
   }
 
-  // Adds a bias that came by TMA.
+  // Adds a bias that was loaded by TMA.
   __device__ __forceinline__ void AddTiles(Element* ds, uint64_t* full, uint32_t phase) const {
     Wait(full, phase);
     const Element* address = block.DsMatrices(ds);
@@ -68,15 +68,15 @@ struct BackwardBlockTerms {
     });
   }
 
-  // Adds half of a bias in float32, as there is room for no more. A warp's keys of a query take two
-  // of the rows that dS will have.
+  // Adds half of a float32 bias, because there is no room for more. A warp's keys of one query take
+  // two of the rows that dS will have.
   template <int kPart>
   __device__ __forceinline__ void AddStagedHalf(int stage, Element* ds) const {
     constexpr int kHalf = kColumns / 2;
     static_assert(kHalf % 8 == 0, "half a block is whole matrices");
     const ScoreTerms& terms = params().terms;
     const unsigned thread = block.ThreadAnew(), lane = thread % 32, warp = thread / 32;
-    const auto staged = [&](unsigned query, unsigned key) {  // Of the warp's 16.
+    const auto staged = [&](unsigned query, unsigned key) {  // Within the warp's 16 keys.
       const unsigned row = 2 * query + key / 8, chunk = 2 * warp + key / 4 % 2;
       Element* panel = ds + block.RowPart() * 64 * kColumns;
       return reinterpret_cast<float*>(panel + row * 64 + (chunk ^ (row % 8)) * 8) + key % 4;
@@ -86,7 +86,7 @@ struct BackwardBlockTerms {
     const float* source = static_cast<const float*>(terms.bias) +
                           terms.Offset(block.Tile().batch, shared().target[stage].head) +
                           (first + int(lane / 16)) * terms.q_stride + key;
-    __syncwarp();  // All have read the half before.
+    __syncwarp();  // All lanes have read the previous half.
 #pragma unroll 1
     for (int i = 0; i < kHalf; i += 2, source += 2 * terms.q_stride) {
       const int query = i + int(lane / 16);
@@ -106,7 +106,7 @@ struct BackwardBlockTerms {
     }
   }
 
-  // Adds to the gradients of terms in memory what they have of this block, from dS in place of dP.
+  // Adds this block's part to the gradients of terms in memory, from dS, which is in place of dP.
   __device__ __forceinline__ void AddGradients(int stage) const {
     if constexpr (!Config::kHasAnyTerms) return;
     const TermGradients& gradients = params().gradients;

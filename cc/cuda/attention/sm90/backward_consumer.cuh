@@ -15,11 +15,11 @@ struct BackwardConsumer {
 
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
-  int warpgroup;  // Which consumer warpgroup.
-  int thread;     // In the warpgroup.
+  int warpgroup;  // Index of the consumer warpgroup.
+  int thread;     // Index in the warpgroup.
   Block block;
   RingPosition<Config::kXStages> x_ring;
-  uint32_t num_done = 0;  // Blocks: the position in the other rings.
+  uint32_t num_done = 0;  // Number of blocks: the position in the other rings.
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParamsOf<Config>& params,
                                               BackwardShared<Config>& shared, int warpgroup,
@@ -40,8 +40,8 @@ struct BackwardConsumer {
     }
     for (uint32_t phase = 0;;) {
       Wait(&shared.row_full[block.RowStage()], phase);
-      // By a shuffle: the compiler then knows that the loop is the same for a whole warp, and does
-      // not compute descriptors in each thread.
+      // The shuffle tells the compiler that the loop is uniform in a warp, so that descriptors are
+      // not computed in each thread.
       const int num_blocks = LoadByWarp(block.Tile().num_blocks);
       if (num_blocks < 0) break;
 #pragma unroll
@@ -52,7 +52,7 @@ struct BackwardConsumer {
         if constexpr (Config::kRowYInRegisters) block.LoadRowY();
         if constexpr (Config::kRowStages > 1) {
           Arrive(&shared.row_y_empty);
-          // By a shuffle: the compiler then knows that it is the same for a whole warp.
+          // The shuffle tells the compiler that the value is uniform in a warp.
           block.row_stage = __shfl_sync(~0u, block.row_stage, 0);
         }
         if constexpr (Config::kInTwoBursts) {
@@ -63,10 +63,11 @@ struct BackwardConsumer {
           Compute();
         }
       } else if constexpr (Config::kRowStages > 1) {
-        Arrive(&shared.row_y_empty);  // Not before the question: ptxas would compute descriptors.
+        // Not before the branch, or ptxas would compute descriptors in each thread.
+        Arrive(&shared.row_y_empty);
       }
       const RowTileInfo tile = block.Tile();
-      // The phase comes from shared memory, as no register is free through Compute().
+      // The phase is read from shared memory, as no register is free through Compute().
       phase = LoadByWarp(block.Tile().next_phase);
       Arrive(&shared.row_empty[block.RowStage()]);
       block.row_stage = (block.RowStage() + 1) % Config::kRowStages;
@@ -74,7 +75,7 @@ struct BackwardConsumer {
       block.StoreDy(tile);
     }
     if constexpr (kDsIsByX) {
-      // Until what is said of an older block has been read.
+      // Wait until the ds_info of an older block has been read.
       Wait(&shared.ds_empty[x_ring.stage], x_ring.phase ^ 1);
       if (warpgroup == 0 && thread == 0) shared.ds_info[x_ring.stage].head = -1;
       ArriveByWarp(&shared.ds_full[x_ring.stage], thread);
@@ -93,11 +94,10 @@ struct BackwardConsumer {
     block.IssueScores(x_ring.stage);
     block.ReadStatistics(x_ring.stage);
     WaitWgmma<0>();
-    // No product is in flight from one turn of the loop to the next, or ptxas would run all
-    // products one by one.
+    // No product may be in flight across iterations, or ptxas would serialize all products.
     for (bool is_last = false; !is_last;) {
       const RingPosition<Config::kXStages> x_before = x_ring;
-      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      // The shuffle tells the compiler that the value is uniform in a warp.
       num_done = __shfl_sync(~0u, num_done, 0);
       const int x_stage = x_ring.stage, y_stage = YStage();
       const int ds_stage = num_done % 2;
@@ -146,16 +146,16 @@ struct BackwardConsumer {
     }
   }
 
-  // Scores and dP are issued at once; then, from dS in registers and in shared memory, dV, dQ and
-  // dK. Nothing is in flight from one turn of the loop to the next, and dQ goes to shared memory
-  // under the product for dK, which leaves it half the bandwidth.
+  // Issues scores and dP together, then, from dS in registers and in shared memory, dV, dQ and dK.
+  // No product is in flight across iterations. dQ is copied to shared memory during the product for
+  // dK, which leaves it half of the bandwidth.
   //
-  // Where dQ is late, it is that of the block before, whose dS both warpgroups have written long
-  // since: then one of them may compute while the other has the tensor cores.
+  // A late dQ is that of the previous block, whose dS both warpgroups have written long before: one
+  // of them may then compute while the other one uses the tensor cores.
   __device__ __forceinline__ void ComputeInTwoBursts() {
     bool is_first = true;
     for (bool is_last = false; !is_last;) {
-      // By shuffles: the compiler then knows that they are the same for a whole warp.
+      // The shuffles tell the compiler that the values are uniform in a warp.
       const int x_stage = __shfl_sync(~0u, x_ring.stage, 0);
       num_done = __shfl_sync(~0u, num_done, 0);
       const int y_stage = YStage();
@@ -164,7 +164,7 @@ struct BackwardConsumer {
       const int dq_stage = kDsIsByX ? __shfl_sync(~0u, x_ring.Before().stage, 0) : dq_parity;
       WaitForX();
       block.ReadStatistics(x_stage);
-      // Else ptxas copies them after the first product, and waits for it.
+      // Otherwise ptxas copies these registers after the first product, and waits for that product.
       FenceRegisters(block.dp);
       block.IssueScores(x_stage);
       const int flags = BlockFlags();
@@ -190,8 +190,8 @@ struct BackwardConsumer {
       }
       FenceAsyncProxy();
       if constexpr (!Config::kDqIsLate) NamedSync(kDsWritten, Config::kDsThreads);
-      // A late dQ of the first block is a product of old words, and not used: under a condition,
-      // ptxas would run all products one by one.
+      // In the first block, a late dQ is a product of stale data, and is not used: with a branch,
+      // ptxas would serialize all products.
       block.IssueDq(Ds(dq_stage));
       WaitWgmma<1>();
       FenceRegisters(block.dy);
@@ -209,7 +209,7 @@ struct BackwardConsumer {
       WaitWgmma<0>();
       FenceRegisters(block.dx);
       GiveBackX(x_stage);
-      // The other warpgroup may now read this dS, and write over the one before.
+      // The other warpgroup may now read this dS, and overwrite the previous one.
       if constexpr (Config::kDqIsLate) ArriveByWarp(&shared.ds_full[ds_stage], thread);
       ++num_done;
       x_ring.Advance();
@@ -226,17 +226,19 @@ struct BackwardConsumer {
     }
   }
 
-  // Gradients of keys and values leave registers for one more product at a time: for scores, for dP
-  // beside packed probabilities, or for dQ of the block before, whose dS both warpgroups have
-  // written long since. Only dV and dK need none, and run under what follows the product before.
-  // The tensor cores are then left to the other warpgroup, which is half a block behind.
+  // The gradients of keys and values leave registers for one more product at a time: for scores,
+  // for dP next to packed probabilities, or for dQ of the previous block, whose dS both warpgroups
+  // have written long before. Only dV and dK need no more registers, and overlap with the work that
+  // follows the product before them. The tensor cores are then free for the other warpgroup, which
+  // is half a block behind.
   __device__ __forceinline__ void ComputeInTurns() {
-    constexpr uint32_t kFirst = 1u << 31;  // Of the tile's blocks: there is no register for it.
+    // Marks the tile's first block in num_done, as no other register is free.
+    constexpr uint32_t kFirst = 1u << 31;
     num_done |= kFirst;
     for (bool is_last = false; !is_last;) {
-      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      // The shuffle tells the compiler that the value is uniform in a warp.
       num_done = __shfl_sync(~0u, num_done, 0);
-      // All positions in rings follow from the number of blocks: a register less.
+      // All ring positions are derived from the number of blocks, which saves a register.
       static_assert(Config::kXStages == 2 && Config::kDsStages == 2);
       const int parity = num_done % 2, x_stage = parity, y_stage = YStage();
       x_ring = {parity, num_done / 2 % 2};
@@ -275,21 +277,21 @@ struct BackwardConsumer {
       ArriveByWarp(&shared.y_empty[y_stage], thread);
       WaitWgmma<0>();
       FenceRegisters(block.dx);
-      // For the first block this is a product of old words, and not used: under a condition, ptxas
-      // would run all products one by one.
+      // In the first block this is a product of stale data, and is not used: with a branch, ptxas
+      // would serialize all products.
       block.IssueDqByQuery(Ds(parity ^ 1));
       WaitWgmma<0>();
       FenceRegisters(block.dq);
-      // The other warpgroup may now read this dS, and write over the one before.
+      // The other warpgroup may now read this dS, and overwrite the previous one.
       ArriveByWarp(&shared.ds_full[parity], thread);
       if (!(num_done & kFirst)) AddDqByQuery(parity ^ 1);
       SetDqTarget(x_stage, parity);
-      if constexpr (Config::kHasSoftcap) is_last = BlockFlags() & kLast;  // A register less.
+      if constexpr (Config::kHasSoftcap) is_last = BlockFlags() & kLast;  // Saves a register.
       GiveBackX(x_stage);
       num_done = (num_done & ~kFirst) + 1;
     }
-    // Else the compiler keeps the phase of the last block's queries, as that of its dS is the same,
-    // and with a cap there is no register for it.
+    // Otherwise the compiler keeps the phase of the last block's queries, because it equals that of
+    // its dS, and with a cap there is no register for it.
     if constexpr (Config::kHasSoftcap) asm volatile("" : "+r"(num_done));
     const int dq_parity = (num_done - 1) % 2;
     WaitForDs(num_done - 1);
@@ -299,12 +301,13 @@ struct BackwardConsumer {
     AddDqByQuery(dq_parity);
   }
 
-  // dS has two stages in turn, or as many as queries, at the same position.
+  // Whether dS has as many stages as queries, at the same positions; otherwise it has two stages in
+  // turn.
   static constexpr bool kDsIsByX = Config::kDsStages != 2;
 
-  // Until both warpgroups have written dS of the block before this one, by its number, and read
-  // that of the one before it. Blocks are counted over all tiles; before the first one nothing is
-  // waited for.
+  // Waits until both warpgroups have written the dS of the block before this one, given by its
+  // number, and have read that of the block before it. Blocks are counted over all tiles; before
+  // the first block there is nothing to wait for.
   __device__ __forceinline__ void WaitForDs(uint32_t number) {
     if constexpr (kDsIsByX) {
       const RingPosition<Config::kXStages> before = x_ring.Before();
@@ -314,7 +317,7 @@ struct BackwardConsumer {
     }
   }
 
-  // From scores, and dP a little later, to dS.
+  // Computes dS from scores, and from dP, which is complete a little later.
   __device__ __forceinline__ void ProbabilitiesAndGradients(int x_stage) {
     const bool has_cap = Config::kHasAnyTerms && block.scale.inverse_cap != 0.0f;
     if (has_cap) {
@@ -343,8 +346,9 @@ struct BackwardConsumer {
   __device__ __forceinline__ void WaitForY() {
     Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
   }
-  // To the own producer by all threads, as all have read words of the stage; to that of the other
-  // block of threads of a cluster by one of each warp, as products have read what comes from there.
+  // All threads arrive at the barrier of their own CTA, because all have read words of the stage.
+  // One thread per warp arrives at that of the other CTA of a cluster, whose part of the stage is
+  // read only by products.
   __device__ __forceinline__ void GiveBackX(int stage) {
     Arrive(&shared.x_empty[stage]);
     if constexpr (Config::kClusterSize > 1) {
@@ -354,15 +358,15 @@ struct BackwardConsumer {
   }
   __device__ __forceinline__ void WaitForX() { Wait(&shared.x_full[x_ring.stage], x_ring.phase); }
 
-  // After the last block these scores are of no use. They are issued all the same, from the last
-  // block's own position: under a condition, ptxas would run all products one by one.
+  // After the last block these scores are not used. They are issued anyway, from the position of
+  // the last block: with a branch, ptxas would serialize all products.
   __device__ __forceinline__ void IssueNextScores(RingPosition<Config::kXStages> position) {
     Wait(&shared.x_full[position.stage], position.phase);
     block.IssueScores(x_ring.stage);
   }
 
-  // Probabilities are never negative, so nothing is waited for. But the question keeps ptxas from
-  // computing them behind the next wait.
+  // Probabilities are never negative, so this never waits. But the branch keeps ptxas from
+  // computing them after the next wait.
   __device__ __forceinline__ void HoldProbabilities() {
     if (IsAnyNegative(block.scores)) WaitForX();
   }
@@ -373,12 +377,12 @@ struct BackwardConsumer {
     return shared.ds + ds_stage * Config::kBlockRows * kColumns;
   }
 
-  // Where dQ of the block in stage `stage` belongs.
+  // Sets where the dQ of the block in stage `stage` is added.
   __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage) {
     if (thread == 0) shared.dq_target[warpgroup][ds_stage] = shared.target[stage];
   }
 
-  // Blocks use dQ's barriers in turn, as they use the stages of dS.
+  // Blocks alternate between the phases of dQ's barriers as they do between the stages of dS.
   __device__ __forceinline__ void AddDq(int ds_stage) {
     const int lane = thread % 32;
     float* box = shared.dq + warpgroup * Config::kDqQueries * 64;
@@ -397,7 +401,7 @@ struct BackwardConsumer {
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 
-  // The same where its product has queries as rows.
+  // The same if the rows of the product are queries.
   __device__ __forceinline__ void AddDqByQuery(int ds_stage) {
     Wait(&shared.dq_empty[warpgroup], ds_stage ^ 1);
     block.StoreDqByQuery(block.dq);

@@ -1,17 +1,19 @@
-// The Hopper backward kernel: one block of threads finishes one tile of rows at a time.
+// The Hopper backward kernel: one CTA processes one tile of rows at a time.
 //
-// With S the scores, P = exp(S - lse) and dP = dout V^T, the gradients are
+// With scores S, P = exp(S - lse) and dP = dout V^T, the gradients are
 //
 //   dS = P * (dP - delta),   dV = P^T dout,   dK = scale * dS^T Q,   dQ = scale * dS K
 //
-// (A dQ that is summed in memory leaves the kernel without the scale: it is cast anyway.)
+// (If dQ is accumulated in memory, it leaves the kernel unscaled: the later cast applies the
+// scale.)
 //
-// Rows are keys: a tile of k and v stays in shared memory, q and dout stream past it in blocks of
-// columns, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
-// that P^T and dS^T are in registers what the products for dV and dK want; dS goes through shared
-// memory to the product for dQ, whose tiles other warps add to memory by TMA.
+// Rows are keys: a tile of k and v stays in shared memory, while q and dout stream past it in
+// column blocks, for all query heads of the kv head. Scores are computed transposed, [keys,
+// queries], so that P^T and dS^T are in registers in the layout that the products for dV and dK
+// need; dS goes through shared memory to the product for dQ, whose tiles are added to memory by
+// other warps, with TMA.
 //
-// The order of those additions is not fixed, unless the result must be the same bit for bit: see
+// The order of those additions is not fixed, unless results must be bitwise reproducible: see
 // dq_order.h.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_KERNEL_CUH_
@@ -25,14 +27,14 @@
 
 namespace jax_magi::cuda {
 
-// All consumers, for pairs that are hidden, as long as there are any left.
+// All consumers write zeros for hidden pairs, as long as there are any left.
 template <typename Config>
 __device__ __forceinline__ void WriteZeros(const BackwardParamsOf<Config>& params,
                                            BackwardShared<Config>& shared) {
-  WaitForPreviousKernel();  // It resets the counter.
+  WaitForPreviousKernel();  // The previous kernel resets the counter.
   constexpr int kThreads = Config::kNumConsumers * kWarpgroup;
   const auto sync = [] {
-    __syncwarp();  // A warp comes to a named barrier as one.
+    __syncwarp();  // A warp must arrive at a named barrier as one.
     NamedSync(kZeros, kThreads);
   };
   ZeroAllHidden<kThreads>(params.gradients.hidden, &params.work.counter->next_hidden,
@@ -44,18 +46,19 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ char memory[];
   constexpr int kClusterSize = Config::kClusterSize;
-  // A number, not a pointer, for ptxas to know that addresses are the same for all threads.
+  // A constant address instead of a pointer tells ptxas that addresses are the same for all
+  // threads.
   auto& shared = *static_cast<BackwardShared<Config>*>(DynamicShared<kClusterSize>());
   const int thread = threadIdx.x;
   if (thread == 0 && DynamicShared<kClusterSize>() != memory) __trap();
-  // Else the compiler makes one question of both, and the consumers' loop begins elsewhere in a
-  // line of the instruction cache. In a cluster, it would take more instructions.
+  // Otherwise the compiler merges both conditions, and the consumers' loop starts at another place
+  // in a line of the instruction cache. In a cluster, this would take more instructions.
   if constexpr (kClusterSize == 1) asm volatile("" ::: "memory");
   if (thread == 0) {
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitRing(shared.row_full, shared.row_empty, 1, kConsumers);
     InitBarrier(&shared.row_y_empty, kConsumers);
-    // Columns are written by all of a cluster, and given back to all.
+    // Columns are loaded by all CTAs of a cluster, and released to all of them.
     constexpr int kWarps = kConsumers / 32, kOtherWarps = (kClusterSize - 1) * kWarps;
     InitRing(shared.x_full, shared.x_empty, 1, kConsumers + kOtherWarps);
     InitRing(shared.y_full, shared.y_empty, 1, kWarps + kOtherWarps);
@@ -70,8 +73,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
       InitRing(shared.bias_full, shared.ds_empty, 1, kConsumers / 32 + 32 * is_stored);
     }
     if constexpr (Config::kZeroShare > 0) {
-      // Slices may be read at once: the kernel before this one has waited for all that came before
-      // it. All blocks of threads must find the same, as it says who begins with which work.
+      // Slices may be read immediately: the previous kernel has waited for everything before it.
+      // All CTAs must reach the same result, because it determines which CTA begins with which
+      // work.
       const HiddenPairs& hidden = params.gradients.hidden;
       shared.has_hidden = hidden.dbias != nullptr && !IsNothingHidden(hidden);
       shared.num_workers = gridDim.x - (shared.has_hidden ? gridDim.x / Config::kZeroShare : 0);
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();
-    // By a shuffle: the compiler then knows that it is the same for a whole warp.
+    // The shuffle tells the compiler that the value is uniform in a warp.
     const int warpgroup = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
     using Consumer =
         std::conditional_t<Config::kHasRoles, BackwardRoles<Config>, BackwardConsumer<Config>>;

@@ -17,17 +17,17 @@ constexpr Tiling kBackwardTiling = {Architecture::kSm90, Config::kClusterSize * 
                                     Config::kBlockColumns, /*by_keys=*/true,
                                     /*aligns_keys=*/Config::kHasTerms};
 
-// About as much work at once as blocks of threads that run at once, and no more: they then read the
-// same queries at about the same time. Where additions have an order, tiles wait for those of the
-// same heads, and the more heads there are the less; but not so many that their queries leave the
-// L2 cache, as they do where tiles are long. On each multiprocessor:
+// The amount of work in progress at a time should be about the number of CTAs that run, and no
+// more: these then read the same queries at about the same time. If additions are ordered, tiles
+// wait for those of the same heads, and wait less the more heads there are. But there must not be
+// so many that their queries leave the L2 cache, as they do if tiles are long. Per SM:
 constexpr int64_t kWorkPerSm = 2, kWorkPerSmInOrder = 4;
-// Columns that are worked on for all query heads in turn before the next: more than a usual window,
-// and few enough to stay in the L2 cache. With a fixed order of additions, tiles that begin late
-// under a causal mask wait the longer the more these are.
+// The number of columns processed for all query heads in turn before the next columns: more than a
+// typical window, and few enough to stay in the L2 cache. If additions are ordered, tiles that
+// begin late under a causal mask wait longer the larger this number is.
 constexpr int kColumnsPerHead = 2048, kColumnsPerHeadInOrder = 640;
 
-// The last argument is for calls with terms.
+// `gradients` is for calls with terms.
 template <typename Config>
 Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& workspace,
                             const LaunchOptions& options, const TermGradients& gradients = {}) {
@@ -40,7 +40,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   const int num_packs = num_kv_heads * num_parts;
   const int64_t tiles_per_list = std::max(CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
   const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_list;
-  // Between documents with 15 blocks a tile and 16k causal tokens with 100.
+  // A threshold between documents with 15 blocks per tile and 16k causal tokens with 100.
   const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_list;
   const int64_t work_per_section = kWorkPerSm * options.num_sms;
   const int64_t most_work = !order.is_fixed() ? work_per_section / Config::kClusterSize
@@ -58,11 +58,11 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, workspace.counter,
                          num_packs, static_cast<int>(heads_per_section) * num_parts);
 
-  // Without queries, these are described but never read.
+  // If there are no queries, tensor maps describe these tensors, but nothing reads them.
   const void* q = args.q == nullptr ? args.k : args.q;
   const void* dout = args.dout == nullptr ? args.v : args.dout;
   const int64_t q_len = shape.q_len, k_len = shape.k_len, num_q_heads = shape.num_q_heads;
-  // Of TMA's boxes.
+  // The rows of TMA boxes.
   constexpr int kRows = Config::kBlockRows;
   constexpr int kColumns =
       kPanelRows<Config::kClusterSize, Config::kHeadDim, Config::kBlockColumns>;
@@ -154,8 +154,8 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   return {};
 }
 
-// Calls use() with the configuration for the call; one without clusters, where there is none with
-// them.
+// Calls use() with the configuration for the call. If no configuration with clusters exists, it is
+// one without.
 template <int kHeadDim, int kValueDim, typename Element, typename Use>
 auto WithBackwardConfig(bool has_softcap, bool in_clusters, bool cuts_heads, Use use) {
   const auto with_cuts = [&](auto softcap) {

@@ -1,4 +1,4 @@
-// The backward kernel's producer: one warp that walks slices and streams blocks of queries.
+// The backward kernel's producer: one warp that iterates over slices and streams query blocks.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_PRODUCER_CUH_
@@ -13,7 +13,7 @@ struct BackwardProducer {
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
   int lane;
-  uint32_t num_loaded = 0;  // Blocks: the position in both rings.
+  uint32_t num_loaded = 0;  // Number of blocks: the position in both rings.
 
   __device__ __forceinline__ void Run() {
     if constexpr (kClusterSize > 1) {
@@ -39,7 +39,7 @@ struct BackwardProducer {
       if (first >= shared.num_workers) NamedSync(kZerosWritten, kZerosWrittenThreads);
     }
     if (first >= NumAssigned()) {
-      WaitForPreviousKernel();  // It resets the counter.
+      WaitForPreviousKernel();  // The previous kernel resets the counter.
       if (lane == 0) first = NextWork();
     }
     const auto load = [&] { LoadTile(); };
@@ -48,7 +48,8 @@ struct BackwardProducer {
     };
     if constexpr (Config::kCutsHeads) {
       const HeadCutParams& cuts = params.head_cuts;
-      WaitForPreviousKernel();  // It makes what is loaded first, and resets the counter.
+      // Kernels before this one write some of what is loaded, and reset the counter.
+      WaitForPreviousKernel();
       HeadCutWork& all = shared.item.all;
       all.Start(params.work, cuts, lane);
       ForEachWork(
@@ -60,8 +61,8 @@ struct BackwardProducer {
     }
   }
 
-  // The rows of the tile that this block of threads has: all, or in a cluster, 128 of them. In
-  // tiles that meet no columns there may be none left.
+  // The rows of the tile that this CTA handles: all of them, or 128 in a cluster. In a tile that
+  // meets no columns, no rows may be left.
   __device__ __forceinline__ decltype(auto) OwnRows() const {
     if constexpr (kClusterSize == 1) {
       return (shared.item.tile);
@@ -74,8 +75,8 @@ struct BackwardProducer {
     }
   }
 
-  // Blocks of threads whose first work is their own number. Where work is ordered there are none:
-  // whoever has not come up yet must not have any that others wait for.
+  // The number of CTAs whose first work is their own index. If work is ordered there are none: a
+  // CTA that has not started yet must not own work that others wait for.
   __device__ __forceinline__ uint32_t NumAssigned() const {
     if (params.dq_order.is_fixed()) return 0;
     if constexpr (Config::kZeroShare > 0) return shared.num_workers;
@@ -85,7 +86,7 @@ struct BackwardProducer {
     return NumAssigned() + atomicAdd(&params.work.counter->next_work, 1);
   }
 
-  // Returns the stage of the tile's rows when it is free.
+  // Waits for the stage of the tile's rows to be free, and returns it.
   __device__ __forceinline__ int WaitForRowStage() {
     const int num_done = shared.item.num_done, stage = num_done % Config::kRowStages;
     Wait(&shared.row_empty[stage], num_done / Config::kRowStages % 2 ^ 1);
@@ -130,8 +131,8 @@ struct BackwardProducer {
       const int num_heads = Config::kCutsHeads ? shared.item.num_heads : params.heads_per_pack;
       shared.item.remaining = shared.item.tile.num_blocks * num_heads;
       if constexpr (!Config::kCutsHeads) shared.item.first_head = FirstHead();
-      // A tile that meets several slices takes them all for one head after the other; else some
-      // blocks are taken for all heads, then the next.
+      // If a tile meets several slices, it processes all of them for one head after another;
+      // otherwise it processes some blocks for all heads, then the next blocks.
       const bool is_simple = shared.item.tile.slice_end - shared.item.tile.slice_begin <= 1;
       shared.item.num_heads = is_simple ? num_heads : 1;
     }
@@ -155,8 +156,8 @@ struct BackwardProducer {
   }
 
   __device__ __forceinline__ void LoadBlocks() {
-    // From right to left, some blocks for all heads, then the next: under a causal mask, tiles that
-    // run side by side then read the same queries at about the same time.
+    // Blocks go from right to left, some of them for all heads, then the next: under a causal mask,
+    // tiles that run concurrently then read the same queries at about the same time.
     const auto load = [&](int slice, Range columns) {
       for (; columns.begin < columns.end; columns.end -= params.columns_per_head) {
         if (lane == 0) {
@@ -167,7 +168,7 @@ struct BackwardProducer {
         ForEachHead([&] {
           for (int end = shared.item.columns.end; end > shared.item.columns.begin;
                end -= Config::kBlockColumns) {
-            // The first block may reach past `end`, as no block begins before 0.
+            // The first block may extend past `end`, as no block begins before 0.
             const int begin = Max(end - Config::kBlockColumns, 0);
             LoadX(begin, end);
             if constexpr (Config::kBiasByTma) LoadBias(begin);
@@ -180,7 +181,7 @@ struct BackwardProducer {
     ForEachSlice</*kByKeys=*/true, /*kAlignsEnd=*/true>(params.work, shared.item.tile, lane, load);
   }
 
-  // Calls load() for each query head of the turn. The head is kept in shared memory, as registers
+  // Calls load() for each query head of the turn. The head is in shared memory, because registers
   // are scarce.
   template <typename Load>
   __device__ __forceinline__ void ForEachHead(Load load) {
@@ -206,8 +207,8 @@ struct BackwardProducer {
       const bool is_clean = own.num_rows == Config::kBlockRows &&
                             begin + Config::kBlockColumns == end &&
                             IsClean(slice, own.rows(), begin, Config::kBlockColumns);
-      // The box of rows may reach into the next tile. Its rows are hidden here, and add nothing to
-      // dQ.
+      // The box of rows may extend into the next tile. The rows of that tile are hidden here, and
+      // add nothing to dQ.
       slice.q_begin = Max(slice.q_begin, own.begin);
       slice.q_end = Min(slice.q_end, own.rows().end);
       slice.k_end = Min(slice.k_end, end);
@@ -224,8 +225,8 @@ struct BackwardProducer {
     }
   }
 
-  // To the stage of dS that the block will have. Tiles and blocks of keys begin at multiples of
-  // kPositionAlignment: TMA takes no others.
+  // Loads the bias to the stage of dS that the block will have. Key tiles and key blocks begin at
+  // multiples of kPositionAlignment, as TMA requires.
   __device__ __forceinline__ void LoadBias(int begin) {
     const ScoreTerms& terms = params.terms;
     if constexpr (Config::kAreSlopesAlone) return;

@@ -1,15 +1,17 @@
-// The backward kernel's consumers where two warpgroups have the same 64 keys, and roles: the first
-// one computes scores, probabilities and dV, the other one dP, dS and dK. So gradients take half as
-// many registers a thread as if each had both, and scores and dP are computed once.
+// The backward kernel's consumers if the two warpgroups share the same 64 keys, and have roles: the
+// first one computes scores, probabilities and dV, the second one dP, dS and dK. Gradients then
+// take half as many registers per thread as if each warpgroup held both, and scores and dP are
+// computed only once.
 //
-//   first    S = K Q^T,   P = exp(S - lse), to the other one,   dQ,   dV += P dO
+//   first    S = K Q^T,   P = exp(S - lse), passed to the second,   dQ,   dV += P dO
 //   second   dP = V dO^T,   dS = P * (dP - delta),   dQ,   dK += dS Q
 //
-// (S, P, dP and dS are transposed here.) Each multiplies dS by half of the dims of K for dQ, that
-// of the block before, whose dS was written long since. It leaves registers under dV or dK, in two
-// steps where shared memory has room for half of it.
+// (S, P, dP and dS are transposed here.) For dQ, each warpgroup multiplies dS by half of the dims
+// of K. That dQ is of the previous block, whose dS was written long before. It is copied from
+// registers during the product for dV or dK, in two steps if shared memory has room for only half
+// of it.
 //
-// With terms, the first one adds them to scores, and the second one stores their gradients.
+// With terms, the first warpgroup adds them to scores, and the second one stores their gradients.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
@@ -25,14 +27,14 @@ struct BackwardRoles {
   static_assert(Config::kXStages == 2 && Config::kDsStages == 2 && Config::kDqSteps <= 2,
                 "positions follow from the number of blocks");
   static constexpr bool kHasSteps = Config::kDqSteps == 2;
-  static constexpr uint32_t kFirst = 1u << 31;  // Of the tile's blocks, in num_done.
+  static constexpr uint32_t kFirst = 1u << 31;  // Marks the tile's first block in num_done.
 
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
-  int warpgroup;  // Which consumer warpgroup.
-  int thread;     // In the warpgroup.
+  int warpgroup;  // Index of the consumer warpgroup.
+  int thread;     // Index in the warpgroup.
   Block block;
-  uint32_t num_done = 0;  // Blocks: the position in all rings.
+  uint32_t num_done = 0;  // Number of blocks: the position in all rings.
 
   __device__ __forceinline__ BackwardRoles(const BackwardParamsOf<Config>& params,
                                            BackwardShared<Config>& shared, int warpgroup,
@@ -65,32 +67,32 @@ struct BackwardRoles {
     ArriveByWarp(&shared.dq_full[warpgroup], thread);
   }
 
-  // Calls compute() for each tile with blocks, then store(tile). `acc` is what it adds to.
+  // Calls compute() for each tile with blocks, then store(tile). `acc` is what compute() adds to.
   template <int kCount, typename ComputeFun, typename StoreFun>
   __device__ __forceinline__ void ForEachTile(float (&acc)[kCount], ComputeFun compute,
                                               StoreFun store) {
     for (uint32_t phase = 0;;) {
       Wait(&shared.row_full[0], phase);
-      // By a shuffle: the compiler then knows that the loop is the same for a whole warp, and does
-      // not compute descriptors in each thread.
+      // The shuffle tells the compiler that the loop is uniform in a warp, so that descriptors are
+      // not computed in each thread.
       const int num_blocks = LoadByWarp(shared.tile[0].num_blocks);
       if (num_blocks < 0) break;
 #pragma unroll
       for (float& x : acc) x = 0.0f;
       if (num_blocks > 0) compute();
       const RowTileInfo tile = shared.tile[0];
-      // The phase comes from shared memory, as no register is free through compute().
+      // The phase is read from shared memory, as no register is free through compute().
       phase = LoadByWarp(shared.tile[0].next_phase);
       Arrive(&shared.row_empty[0]);
       store(tile);
     }
   }
 
-  // The first role.
+  // The role of the first warpgroup.
   __device__ __forceinline__ void ComputeScores() {
     num_done |= kFirst;
     for (bool is_last = false; !is_last;) {
-      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      // The shuffle tells the compiler that the value is uniform in a warp.
       num_done = __shfl_sync(~0u, num_done, 0);
       const int parity = num_done % 2;
       Wait(&shared.x_full[parity], num_done / 2 % 2);
@@ -108,8 +110,8 @@ struct BackwardRoles {
       GiveFactors(parity);
       if constexpr (kHasSteps) Arrive(&shared.x_empty[parity]);
       WaitForDs(num_done - 1);
-      // For the first block this is a product of old words, and not used: under a condition, ptxas
-      // would run all products one by one.
+      // In the first block this is a product of stale data, and is not used: with a branch, ptxas
+      // would serialize all products.
       block.IssueDqByQuery(Ds(parity ^ 1));
       WaitForY();
       block.IssueDy(YStage());
@@ -126,14 +128,14 @@ struct BackwardRoles {
     AddLastDq();
   }
 
-  // The second one.
+  // The role of the second warpgroup.
   __device__ __forceinline__ void ComputeGradients() {
     num_done |= kFirst;
     for (bool is_last = false; !is_last;) {
-      // By a shuffle: the compiler then knows that it is the same for a whole warp.
+      // The shuffle tells the compiler that the value is uniform in a warp.
       num_done = __shfl_sync(~0u, num_done, 0);
       const int parity = num_done % 2;
-      Wait(&shared.x_full[parity], num_done / 2 % 2);  // For statistics.
+      Wait(&shared.x_full[parity], num_done / 2 % 2);  // Statistics are needed.
       block.ReadDeltas(parity);
       WaitForY();
       block.IssueDp(YStage());
@@ -148,7 +150,7 @@ struct BackwardRoles {
       WaitForDs(num_done - 1);
       block.WriteDs(Ds(parity));
       FenceAsyncProxy();
-      block.IssueDqByQuery(Ds(parity ^ 1));  // Not used for the first block, as above.
+      block.IssueDqByQuery(Ds(parity ^ 1));  // Not used in the first block, as above.
       block.IssueDx(parity);
       AddDqBefore(parity);
       if constexpr (!kHasSteps) SetDqTarget(parity);
@@ -173,17 +175,17 @@ struct BackwardRoles {
     return shared.ds + stage * Config::kBlockRows * Config::kBlockColumns;
   }
 
-  // Until dS of the block before this one, by its number, is written, and both warpgroups have
-  // read that of the one before it. Blocks are counted over all tiles; before the first one nothing
-  // is waited for.
+  // Waits until the dS of the block before this one, given by its number, is written, and both
+  // warpgroups have read that of the block before it. Blocks are counted over all tiles; before the
+  // first block there is nothing to wait for.
   __device__ __forceinline__ void WaitForDs(uint32_t number) {
     Wait(&shared.ds_full[number % 2], number / 2 % 2);
   }
 
-  // --- What dP is multiplied by, from one warpgroup to the other ---
+  // --- The factors of dP, from one warpgroup to the other ---
 
-  // Those of the block before the last may be overwritten: with its dS, which was waited for, they
-  // have been read.
+  // The factors of the block before the previous one may be overwritten: they were read before that
+  // block's dS was written, which has been waited for.
   __device__ __forceinline__ void GiveFactors(int stage) {
     if (Config::kHasSoftcap || (Config::kHasTerms && block.scale.inverse_cap != 0.0f)) {
       block.CappedFactors(stage, Factors(stage));
@@ -217,24 +219,26 @@ struct BackwardRoles {
 
   // --- dQ: from registers to shared memory, from where DqAdder takes it ---
 
-  // Where dQ of this block belongs. The slot is free: the block before has written its second step,
-  // so the first one of the block that had the slot was taken. Where there is but one step, that is
-  // so when the block before has written it.
+  // Sets where the dQ of this block is added. The slot was last used by the block before the
+  // previous one. With two steps, that block's second step has been written, so the first one, with
+  // which DqAdder reads the slot, has been taken. With one step, the same holds once the previous
+  // block's dQ has been written.
   __device__ __forceinline__ void SetDqTarget(int parity) {
     if (thread == 0) shared.dq_target[warpgroup][parity] = shared.target[parity];
   }
 
-  // That of the block before this one, when its product is done, the first of two in flight.
+  // Adds the dQ of the previous block when its product, the first of two in flight, is complete.
   __device__ __forceinline__ void AddDqBefore(int parity) {
     WaitWgmma<1>();
     FenceRegisters(block.dq);
-    // The other warpgroup may now write over the dS before this one.
+    // The other warpgroup may now overwrite the previous dS.
     ArriveByWarp(&shared.ds_full[parity], thread);
     if (!(num_done & kFirst)) AddDq(parity ^ 1);
   }
-  // That of a tile's last block.
+  // Adds the dQ of a tile's last block.
   __device__ __forceinline__ void AddLastDq() {
-    // Else the compiler keeps phases of the last block, and with a cap there is no register for it.
+    // Otherwise the compiler keeps phases of the last block, and with a cap there is no register
+    // for it.
     asm volatile("" : "+r"(num_done));
     WaitForDs(num_done - 1);
     const int parity = (num_done - 1) % 2;
@@ -244,7 +248,7 @@ struct BackwardRoles {
     AddDq(parity);
   }
 
-  // `parity` is the block's.
+  // `parity` is that of the block.
   __device__ __forceinline__ void AddDq(int parity) {
 #pragma unroll
     for (int step = 0; step < Config::kDqSteps; ++step) {

@@ -1,6 +1,6 @@
-// The terms of a block's scores in the backward kernel where warpgroups have roles, and the
-// gradient of a bias that nothing shares. Threads read the bias from memory themselves, under the
-// product for scores: shared memory is full, and all kinds of a bias look alike.
+// The terms of a block's scores in the backward kernel if warpgroups have roles, and the gradient
+// of a bias that is not shared. Threads read the bias from global memory during the product for
+// scores: shared memory is full, and this way all kinds of bias are handled alike.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_TERMS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_TERMS_CUH_
@@ -9,7 +9,7 @@
 
 namespace jax_magi::cuda {
 
-// A word, or 16 bits and zeros above them, of what the kernel does not write.
+// Loads a word, or 16 zero-extended bits, that the kernel does not write.
 template <bool kIsWord>
 __device__ __forceinline__ uint32_t LoadConstant(const char* address) {
   uint32_t x;
@@ -28,8 +28,8 @@ struct BackwardRolesTerms {
   BackwardBlock<Config>& block;
 
   float slope;
-  float by_key[2];                  // Of the thread's keys.
-  uint32_t by_query[kColumns / 2];  // Of its scores, as they lie in memory.
+  float by_key[2];                  // The terms of the thread's keys.
+  uint32_t by_query[kColumns / 2];  // The bias of the thread's scores, in the layout of memory.
 
   __device__ __forceinline__ const BackwardTermsParams& params() const { return block.params; }
   __device__ __forceinline__ BackwardShared<Config>& shared() const { return block.shared; }
@@ -39,7 +39,7 @@ struct BackwardRolesTerms {
     return kind == BiasKind::kTiles || kind == BiasKind::kFloat;
   }
 
-  // What Add adds.
+  // Loads what Add() adds.
   __device__ __forceinline__ void Read(int stage) {
     const ScoreTerms& terms = params().terms;
     const int batch = block.Tile().batch, head = shared().target[stage].head;
@@ -47,7 +47,8 @@ struct BackwardRolesTerms {
     by_key[0] = by_key[1] = 0.0f;
     if (terms.kind == BiasKind::kNone) return;
     const int64_t first = terms.Offset(batch, head);
-    // Pairs past the arrays are hidden. What is read for them is some pair that is not.
+    // Pairs outside the arrays are hidden. For these, an arbitrary element inside the array is
+    // read.
     const int key = block.Tile().begin + block.RowAnew(), last_key = params().work.num_rows - 1;
     const int keys[2] = {Min(key, last_key), Min(key + 8, last_key)};
     if (terms.kind == BiasKind::kByKey) {
@@ -82,7 +83,7 @@ struct BackwardRolesTerms {
     }
   }
 
-  // From products to scores in natural units, with their terms.
+  // Turns products into scores in natural units, with their terms.
   __device__ __forceinline__ void Add(int stage) {
     float factor = params().softmax_scale;
     if (IsByQuery()) {
@@ -108,9 +109,9 @@ struct BackwardRolesTerms {
     }
   }
 
-  // Stores visible pairs of dS, which the warp has written to `ds`, in the gradient of a bias that
-  // nothing shares: of eight of the warp's 16 keys and every sixteenth query. Keys of a tile, and
-  // rows of the bias, begin at multiples of 16 bytes.
+  // Stores the visible pairs of dS, which the warp has written to `ds`, in the gradient of a bias
+  // that is not shared. Each lane stores eight of the warp's 16 keys of every sixteenth query. Keys
+  // of a tile, and rows of the bias, begin at multiples of 16 bytes.
   __device__ __forceinline__ void StoreDs(int stage, const Element* ds) const {
     auto* dbias = static_cast<uint16_t*>(params().gradients.dbias);
     if (dbias == nullptr) return;
@@ -124,7 +125,7 @@ struct BackwardRolesTerms {
 #pragma unroll 1
     for (int i = first_query; i < kColumns; i += 16) {
       const int query = info.begin + i;
-      Range keys{0, 8};  // Of eight, those that are visible.
+      Range keys{0, 8};  // The visible ones of eight keys.
       if (info.flags & kMasked) {
         if (query < info.slice.k_begin || query >= info.slice.k_end) continue;
         const Range visible = VisibleRows(info.slice, query);

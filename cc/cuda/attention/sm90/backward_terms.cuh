@@ -1,8 +1,9 @@
-// What the backward kernel does for scores with terms: a bias, ALiBi's slopes.
+// How the backward kernel handles scores with terms: a bias, or ALiBi slopes.
 //
-// A block of the bias is loaded to where dS will be written: each warp reads there what it
-// overwrites. From there, a warp beside the producer carries dS to the bias's gradient, as far as
-// pairs are visible; other gradients of terms are added to memory from registers, in float32.
+// A block of the bias is loaded to where dS will be written: each warp reads there what it then
+// overwrites. A dedicated warp of the producer's warpgroup copies dS from there to the gradient of
+// the bias, for visible pairs. Other gradients of terms are added to memory from registers, in
+// float32.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TERMS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TERMS_CUH_
@@ -15,7 +16,7 @@
 
 namespace jax_magi::cuda {
 
-// Says to the warp that stores dS what it is. After the last one, `head` is negative.
+// Describes a dS to the warp that stores it. After the last dS, `head` is negative.
 struct alignas(16) DsInfo {
   BlockInfo block;
   int32_t head, batch, row_begin;
@@ -27,16 +28,16 @@ template <typename Config>
 struct BackwardBias<Config, true> {
   DsInfo ds_info[Config::kDsStages];
   HiddenShared<(Config::kZeroShare > 0 ? 64 : 1)> hidden;
-  bool has_hidden;       // Pairs, for which zeros are written.
-  uint32_t num_workers;  // Blocks of threads that write none at first.
-  // Of the stages of dS. The producer arrives on `full` with the bias, and consumers
-  // wait; they, and all lanes of the warp that stores dS, arrive on `empty`, and the producer
-  // waits.
+  bool has_hidden;       // Whether zeros are written for any hidden pairs.
+  uint32_t num_workers;  // Number of CTAs that do not start with zeros.
+  // One per stage of dS. The producer and its bytes of the bias arrive on `full`, where consumers
+  // wait. Consumers, and all lanes of the warp that stores dS, arrive on `empty`, where the
+  // producer waits.
   uint64_t bias_full[Config::kDsStages], ds_empty[Config::kDsStages];
 };
 
-// One warp: writes the dS of visible pairs to the gradient of the bias, in the order in which
-// consumers write blocks of it to shared memory. It takes part in their barrier.
+// One warp that writes the dS of visible pairs to the gradient of the bias, in the order in which
+// consumers write the blocks of dS to shared memory. The warp takes part in their barrier.
 template <typename Config, typename Params, typename Shared>
 struct DsStore {
   using Element = typename Config::Element;
@@ -60,7 +61,7 @@ struct DsStore {
         if (shared.ds_info[stage].head < 0) break;
         if (params.gradients.dbias != nullptr) Store(stage);
         Arrive(&shared.ds_empty[stage]);
-        __syncwarp();  // A warp comes to a named barrier as one.
+        __syncwarp();  // A warp must arrive at a named barrier as one.
       }
     }
     if (LaneAnew() == 0) WaitReduce();
@@ -83,14 +84,15 @@ struct DsStore {
     if (LaneAnew() == 0) WaitReduceRead();
   }
 
-  // Kept in registers, what is made of the index would be live through the whole loop.
+  // The lane index, read again at each use: values derived from it would otherwise stay in
+  // registers through the whole loop.
   __device__ __forceinline__ static int LaneAnew() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
   }
 
-  // Of 64 keys: eight a lane, four queries at a time.
+  // Stores 64 keys: eight per lane, four queries at a time.
   __device__ __forceinline__ void StoreVisible(const DsInfo& info, int first_key,
                                                const Element* ds) {
     const Slice& slice = info.block.slice;

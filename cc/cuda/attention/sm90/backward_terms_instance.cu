@@ -8,7 +8,7 @@
 namespace jax_magi::cuda {
 namespace {
 
-// The kernels of a variant. Beyond 128 dims one takes all.
+// The configuration of a variant. Beyond 128 dims, one serves all terms.
 template <int kHeadDim, int kValueDim, typename Element, Terms kTerms>
 using ConfigFor =
     std::conditional_t<(kHeadDim > 128), WideBackwardTermsConfig<kHeadDim, kValueDim, Element>,

@@ -1,4 +1,4 @@
-// What the backward kernel's warps share: its parameters, its shared memory, and its barriers.
+// The parameters, the shared memory and the barriers of the backward kernel.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TILE_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TILE_CUH_
@@ -14,34 +14,34 @@
 namespace jax_magi::cuda {
 
 struct BackwardParams {
-  // The operands of scores (q, k) and of dP (dout, v), by their role: rows of the tile stay,
-  // columns stream past.
+  // The operands of scores (q, k) and of dP (dout, v), by role: rows of the tile stay in shared
+  // memory, columns stream past them.
   CUtensorMap row_x_map, row_y_map, column_x_map, column_y_map;
-  float* dq_sum;  // As DqSum says.
+  float* dq_sum;  // See DqSum.
   int dq_sum_rows;
-  DqOrder dq_order;  // In which it is added to.
+  DqOrder dq_order;  // The order of additions to it.
   WorkParams work;
   int batch, q_len, num_q_heads, group;
   int num_kv_heads;
-  // Of a kv head: so many query heads meet one tile of keys.
+  // A kv head's query heads are split into packs, each of which visits the key tile separately.
   uint32_t packs_per_kv_head, heads_per_pack;
-  int columns_per_head;  // Are worked on for all query heads in turn before the next.
+  int columns_per_head;  // Processed for all query heads before the next columns.
   int head_dim, value_dim;
   float softmax_scale, softcap;
   const QueryStatistic* statistics;
-  int padded_queries;  // In which a head has so many.
+  int padded_queries;  // Per head.
   // dK and dV: [packs_per_kv_head, batch, rows, num_kv_heads, dim].
   void *dx, *dy;
-  bool is_float;  // Their element type; else that of the operands.
+  bool is_float;  // Whether dK and dV are float32; otherwise they have the dtype of the operands.
 };
 
-// The same, of a call with terms.
+// The parameters of a call with terms.
 struct BackwardTermsParams : BackwardParams {
   CUtensorMap bias_map, dbias_map;
   ScoreTerms terms;
   TermGradients gradients;
 };
-// The same, where heads are cut.
+// The parameters of a call whose heads are split.
 struct BackwardCutParams : BackwardParams {
   HeadCutParams head_cuts;
 };
@@ -52,20 +52,19 @@ using BackwardParamsOf =
 
 struct alignas(16) RowTileInfo {
   int32_t batch, kv_head;
-  int32_t pack_in_head;  // Where heads are cut, whether gradients are added to others' instead.
+  int32_t pack_in_head;  // If heads are split: whether gradients are added to those of other parts.
   int32_t begin, num_rows, num_blocks;
-  uint32_t next_phase;  // Of the barrier, for the tile after it.
+  uint32_t next_phase;  // The phase of the row barrier for the next tile.
 };
 
-// Where in memory dQ of a block belongs. After the last one, `head` is negative.
+// Where the dQ of a block is added. After the last block, `head` is negative.
 struct alignas(16) DqTarget {
   int32_t head, query, batch;
-  int32_t tile;  // Of keys: its index in the list.
+  int32_t tile;  // The key tile: its index in the list.
 };
 
-// Which panel of dims, and which of a block's queries, a warpgroup has in a step of adding dQ to
-// memory. Where there are two steps, its barriers have the phase of the step, else that of the
-// block.
+// Which panel of dims, and which queries of a block, a warpgroup adds to dQ in a step. With two
+// steps, its barriers have the phase of the step, otherwise that of the block.
 template <typename Config>
 __device__ __forceinline__ int DqPanel(int warpgroup, int step) {
   return Config::kSplitQueries ? 0 : warpgroup * Config::kDqSteps + step;
@@ -76,7 +75,7 @@ __device__ __forceinline__ int DqFirstQuery(int warpgroup) {
   return Config::kSplitQueries ? warpgroup * Config::kDqQueries : 0;
 }
 
-// What a block of threads has for its cluster, if it is in one.
+// The state that a CTA shares with its cluster, if it is in one.
 template <bool kIsInCluster>
 struct BackwardCluster {
   ClusterWork work;
@@ -84,11 +83,11 @@ struct BackwardCluster {
 template <>
 struct BackwardCluster<false> {};
 
-// What the warpgroup with scores hands to the other one, where they have roles.
+// If warpgroups have roles: what the warpgroup that computes scores passes to the other one.
 template <bool kHasRoles>
 struct BackwardFactors {
-  // What dP is multiplied by, packed: 16 bytes of each thread, for the same thread of the other
-  // warpgroup. For each stage of dS.
+  // The factors of dP, packed: each thread passes 16 bytes to the same thread of the other
+  // warpgroup. One buffer per stage of dS.
   alignas(1024) uint4 factors[2][4][kWarpgroup];
   uint64_t factors_full[2];  // The first warpgroup arrives, and the other one waits.
 };
@@ -105,22 +104,23 @@ struct BackwardShared : BackwardBias<Config, Config::kBiasByTma>,
   alignas(1024) Element row_y[Config::kBlockRows * Config::kValueDim];
   alignas(1024) Element column_x[kXStages][Config::kBlockColumns * Config::kHeadDim];
   alignas(1024) Element column_y[kYStages][Config::kBlockColumns * Config::kValueDim];
-  // [key panel][query][64 keys], for each stage: one is written while others are still read.
+  // [key panel][query][64 keys] per stage: one stage is written while others are still read.
   alignas(1024) Element ds[Config::kDsStages * Config::kBlockRows * Config::kBlockColumns];
-  // For each warpgroup a panel of dQ, as DqSumPlace or DqSumPlaceByQuery says.
+  // A panel of dQ per warpgroup, laid out by DqSumPlace or DqSumPlaceByQuery.
   alignas(1024) float dq[2 * Config::kDqPanelDims * Config::kDqQueries];
   QueryStatistic statistics[kXStages][Config::kBlockColumns / 8];
   BlockInfo block[kXStages];
   DqTarget target[kXStages];
   RowTileInfo tile[Config::kRowStages];
-  std::conditional_t<Config::kCutsHeads, HeadCutItem, WorkItem> item;  // The producer's own.
-  DqTarget dq_target[2][2];  // Of what each warpgroup has in `dq`, by the block's parity.
-  // Barriers. On `full`, the producer arrives and its bytes do, and consumers wait; on `empty`,
-  // consumers arrive and the producer waits.
+  std::conditional_t<Config::kCutsHeads, HeadCutItem, WorkItem> item;  // Used only by the producer.
+  DqTarget dq_target[2][2];  // For the panel of each warpgroup in `dq`, by the parity of the block.
+  // Barriers. The producer and its TMA bytes arrive on `full`, where consumers wait; consumers
+  // arrive on `empty`, where the producer waits.
   uint64_t row_full[Config::kRowStages], row_empty[Config::kRowStages];
-  uint64_t row_y_empty;  // Where these are two, row_y is one: it goes to registers at once.
+  // With two row stages, row_y still has one: it is copied to registers at once.
+  uint64_t row_y_empty;
   uint64_t x_full[kXStages], x_empty[kXStages], y_full[kYStages], y_empty[kYStages];
-  // One for each warpgroup, which arrives on `full` and waits on `empty`; DqAdder does the
+  // One per warpgroup. The warpgroup arrives on `full` and waits on `empty`; DqAdder does the
   // reverse.
   uint64_t dq_full[2], dq_empty[2];
   uint64_t ds_full[Config::kDsStages];  // Consumers of both warpgroups arrive and wait.
@@ -128,14 +128,14 @@ struct BackwardShared : BackwardBias<Config, Config::kBiasByTma>,
 
 // Named barriers of the backward kernel. Barrier 0 is that of __syncthreads().
 enum NamedBarrier {
-  // All consumers arrive when their part of dS is in shared memory, and wait: the product for dQ
-  // reads every part.
+  // All consumers arrive when their part of dS is in shared memory, and wait: dQ's product reads
+  // every part.
   kDsWritten = 1,
-  // Of all consumers, while they write zeros for hidden pairs.
+  // All consumers arrive and wait while they write zeros for hidden pairs.
   kZeros = 2,
-  // They arrive when there are no more of these, and the producer waits.
+  // Consumers arrive when no such zeros are left, and the producer waits.
   kZerosWritten = 3,
-  // Of both warps that add a block's dQ to memory in order, when it is there.
+  // Both warps that add a block's dQ to memory in order arrive and wait when the dQ has been added.
   kDqAdded = 4,
 };
 constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;

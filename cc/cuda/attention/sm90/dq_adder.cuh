@@ -1,4 +1,4 @@
-// The backward kernel's warps that carry dQ from shared memory to the sum in memory.
+// The warps of the backward kernel that add dQ from shared memory to the sum in global memory.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_DQ_ADDER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_DQ_ADDER_CUH_
@@ -7,7 +7,7 @@
 
 namespace jax_magi::cuda {
 
-// One warp: adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
+// One warp that adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
 template <typename Config>
 struct DqAdder {
   const BackwardParamsOf<Config>& params;
@@ -19,10 +19,11 @@ struct DqAdder {
     constexpr int kDims = Config::kDqPanelDims;
     constexpr bool kHasSteps = Config::kDqSteps > 1;
     DqTarget target;
-    uint32_t parity = 0;  // Of the block.
+    uint32_t parity = 0;  // The parity of the block.
     for (uint32_t phase = 0;; phase ^= 1) {
       Wait(&shared.dq_full[warpgroup], phase);
-      // Of a block's first step only: at the second one, the target may be that of another block.
+      // Read in a block's first step only: at the second step, the target may already be another
+      // block's.
       if (!kHasSteps || phase == 0) {
         const DqTarget& said = shared.dq_target[warpgroup][kHasSteps ? parity : phase];
         target = params.dq_order.is_fixed() ? LoadByWarp(said) : said;
@@ -34,7 +35,7 @@ struct DqAdder {
       const int panel =
           (target.batch * params.num_q_heads + target.head) * (Config::kHeadDim / kDims) +
           DqPanel<Config>(warpgroup, kHasSteps ? phase : 0);
-      int32_t* done = nullptr;  // Of this lane's unit.
+      int32_t* done = nullptr;  // The counter of this lane's unit.
       if (params.dq_order.is_fixed()) done = WaitForTurn(target, panel, num_queries);
       if (lane == 0) {
         if (num_queries > 0) {
@@ -47,28 +48,28 @@ struct DqAdder {
         Arrive(&shared.dq_empty[warpgroup]);
       }
       if (params.dq_order.is_fixed()) {
-        // Why relaxed counters are enough to keep the order:
-        // 1. WaitReduce returns when the addition is complete, not only read from shared memory. It
-        //    is done by L2, where all multiprocessors see it; none of them keeps a copy.
-        // 2. The counter is added to after that, in program order: by this warp, synchronized, and
-        //    in L2, too.
-        // 3. Who waits reads the counter from L2, and asks for its own addition when a branch on
-        //    what it has read is taken: a reduction is not issued speculatively, and "memory" keeps
-        //    the compiler from moving it.
-        // 4. That addition brings no older sum along: L2 reads it when it adds. So there is nothing
-        //    that an acquire would have to drop, nor a release to write back.
+        // Why relaxed counters are sufficient to keep the order:
+        // 1. WaitReduce returns when the addition is complete, not just read from shared memory. L2
+        //    performs the addition, and all SMs see its result there; no SM keeps a copy.
+        // 2. The counter is incremented after that in program order: by this warp, which is
+        //    synchronized, and also in L2.
+        // 3. The waiting warp reads the counter from L2, and issues its own addition only after a
+        //    branch on the value that was read: a reduction is not issued speculatively, and the
+        //    "memory" clobber keeps the compiler from moving it.
+        // 4. That addition does not carry an older value of the sum: L2 reads the sum when it adds.
+        //    An acquire would have nothing to invalidate, and a release nothing to write back.
         if (lane == 0) WaitReduce();
         __syncwarp();
         if (done != nullptr) AddToCounter(done, 1);
-        // Where both adders have queries of the same panel: those of the tile's next block may be
-        // the same, by another slice.
+        // Both adders have queries of the same panel here, and the tile's next block may have the
+        // same queries, through another slice.
         if constexpr (Config::kSplitQueries) NamedSync(kDqAdded, 2 * 32);
       }
     }
     if (lane == 0) WaitReduce();
   }
 
-  // Returns where this lane has to count the visit, if it has a unit.
+  // Returns the counter that this lane must increment after the visit, or null if it has no unit.
   __device__ __forceinline__ int32_t* WaitForTurn(const DqTarget& target, int panel,
                                                   int num_queries) {
     const DqOrder& order = params.dq_order;
@@ -79,7 +80,7 @@ struct DqAdder {
         is_inside ? order.turns[int64_t{target.tile} * order.num_units + unit] : kNotVisited;
     const DqTurn turn = DqTurn::Unpack(packed);
     const auto is_early = [&] { return is_inside && LoadCounter(done) < turn.num_before; };
-    // The table and the first part's counter are asked for at once.
+    // The table and the first part's counter are loaded at the same time.
     bool waits = is_early();
     if (turn.part == 1) {
       done += order.num_counters;

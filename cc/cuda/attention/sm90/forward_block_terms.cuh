@@ -7,7 +7,7 @@
 
 namespace jax_magi::cuda {
 
-// Of a consumer, which holds the scores.
+// Operates on the scores of a consumer.
 template <typename Config, typename Consumer>
 struct ForwardBlockTerms {
   using Element = typename Config::Element;
@@ -19,7 +19,7 @@ struct ForwardBlockTerms {
   __device__ __forceinline__ unsigned Thread() const { return int(consumer.thread); }
   __device__ __forceinline__ int Stage() const { return consumer.k_ring.stage; }
 
-  // From products to scores with their terms, and `logit`.
+  // Turns products into scores with their terms, up to the factor and offset in `logit`.
   __device__ __forceinline__ void Add(const TermsTileInfo& tile) const {
     if constexpr (Config::kIsBiasAlone) {
       AddTiles();
@@ -32,13 +32,13 @@ struct ForwardBlockTerms {
     }
   }
 
-  // Whether the block's first key is wanted, besides for its mask.
+  // Whether the block's first key is needed for anything but the mask.
   __device__ __forceinline__ bool NeedsBegin() const {
     if constexpr (Config::kIsBiasAlone) return false;
     return params().terms.kind == BiasKind::kFloat || params().terms.slopes != nullptr;
   }
 
-  // Reads the first part of a bias, under the product for scores.
+  // Reads the first part of a bias during the product for scores.
   __device__ __forceinline__ void ReadAhead() const {
     static_assert(Config::kIsBiasAlone, "there is always a bias to wait for");
     WaitForBias();
@@ -49,7 +49,7 @@ struct ForwardBlockTerms {
 
   __device__ __forceinline__ void AddAny(const TermsTileInfo& tile) const {
     const ScoreTerms& terms = params().terms;
-    // Where it is not needed, the keys may have been given back.
+    // If it is not needed, the keys may have been released.
     const int begin =
         Config::kHasBiasBlocks && !NeedsBegin() ? 0 : LoadByWarp(shared().block[Stage()].begin);
     LogitScale& logit = consumer.logit;
@@ -72,7 +72,7 @@ struct ForwardBlockTerms {
     if (terms.slopes != nullptr) AddSlope(tile, begin, step);
   }
 
-  // `begin` is the block's first key, `step` the slope in units of scores.
+  // `begin` is the block's first key, and `step` the slope in units of scores.
   __device__ __forceinline__ void AddSlope(const TermsTileInfo& tile, int begin, float step) const {
     const int thread = Thread();
     const int row = tile.begin + consumer.warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -97,7 +97,7 @@ struct ForwardBlockTerms {
     LoadMatrices(block + step / 4 * Config::kBlockM * 64 + row * 64 + chunk * 8, x);
   }
 
-  // Adds one that came by TMA.
+  // Adds a bias that was loaded by TMA.
   __device__ __forceinline__ void AddTiles() const {
     constexpr int kAhead = Config::kBiasAhead;
     if constexpr (kAhead == 0) WaitForBias();
@@ -116,7 +116,7 @@ struct ForwardBlockTerms {
     consumer.bias_ring.Advance();
   }
 
-  // Adds one in float32.
+  // Adds a float32 bias.
   __device__ __forceinline__ void AddFloats(const TileInfo& tile, int begin) const {
     const ScoreTerms& terms = params().terms;
     const int thread = Thread();

@@ -1,4 +1,4 @@
-// The forward kernel's epilogue: what a consumer warpgroup has of a tile goes to memory.
+// The forward kernel's epilogue: a consumer warpgroup stores its part of a tile to global memory.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_EPILOGUE_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_EPILOGUE_CUH_
@@ -12,16 +12,16 @@ namespace jax_magi::cuda {
 template <typename Config, typename Consumer>
 struct ForwardEpilogue {
   using Element = typename Config::Element;
-  // Whether calls may have running results. They are as one more key, whose logit is their lse, in
-  // the place of the sink, and whose value is their output.
+  // Whether calls may have running results. These act like one more key, whose logit is their lse,
+  // in place of the sink, and whose value is their output.
   static constexpr bool kMayMerge = Config::kIsOutFloat && !Config::kHasTerms;
   Consumer& consumer;
 
   // One of a thread's two rows.
   struct Row {
-    bool is_own;     // Of the tile; else there is no such row.
-    int batch_head;  // Of [batch, num_q_heads].
-    int64_t offset;  // Of (batch, row, head) in [batch, q_len, num_q_heads].
+    bool is_own;     // Whether the tile has this row.
+    int batch_head;  // Index in [batch, num_q_heads].
+    int64_t offset;  // Index of (batch, row, head) in [batch, q_len, num_q_heads].
   };
 
   __device__ __forceinline__ Row RowOf(const TileInfo& tile, int r) const {
@@ -34,7 +34,8 @@ struct ForwardEpilogue {
     return {is_own, tile.batch * params.num_q_heads + head, position * params.num_q_heads + head};
   }
 
-  // Under a tile's last product: the trip to memory would take as long as half of all the rest.
+  // Called during a tile's last product, which hides a memory latency that is half as long as all
+  // the rest.
   __device__ __forceinline__ void LoadSinks(const TileInfo& tile) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -53,7 +54,7 @@ struct ForwardEpilogue {
     return false;
   }
 
-  // The row of what is merged, to the L2 cache. Threads of a quad have it together.
+  // Prefetches the row to merge with to L2. The threads of a quad share it.
   __device__ __forceinline__ void PrefetchRow(const Row& row) const {
     constexpr int kLine = 128 / sizeof(float);
     const int value_dim = consumer.params.value_dim;
@@ -62,13 +63,14 @@ struct ForwardEpilogue {
       PrefetchL2(running + i);
   }
 
-  // Without branches before the output is on its way: both rows' latencies hide each other.
+  // There are no branches before the output is being stored, so that the latencies of both rows
+  // overlap.
   __device__ __forceinline__ void Store(const TileInfo& tile) {
     const auto& params = consumer.params;
     const RowState& state = consumer.state;
     Row rows[2] = {RowOf(tile, 0), RowOf(tile, 1)};
     float factor[2], lse[2];
-    float running_factor[2];  // Of what is merged.
+    float running_factor[2];  // The factor of the running results.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sink = kLog2E * consumer.sinks[r];
@@ -82,7 +84,7 @@ struct ForwardEpilogue {
       lse[r] = total == 0.0f ? -INFINITY : (largest + __log2f(total)) * kLn2;
       if constexpr (kMayMerge) {
         running_factor[r] = total == 0.0f ? 0.0f : sink_weight * Reciprocal(total);
-        // Rows that see nothing keep what they have, to the last bit.
+        // Fully masked rows keep their running values bit for bit.
         if (IsRunning() && reference == -INFINITY) lse[r] = consumer.sinks[r];
         if (params.keeps_rows && reference == -INFINITY) rows[r].is_own = false;
       }
@@ -94,7 +96,7 @@ struct ForwardEpilogue {
         if (rows[r].is_own) params.lse[rows[r].offset] = lse[r];
       }
     }
-    WaitForPreviousKernel();  // It resets max_logits.
+    WaitForPreviousKernel();  // The previous kernel resets max_logits.
     ReportMaxLogits(tile, rows);
   }
 
@@ -153,8 +155,9 @@ struct ForwardEpilogue {
 
   __device__ __forceinline__ void ReportMaxLogit(float largest, int batch_head) {
     if (largest == -INFINITY) return;
-    // As integers, floats of one sign are ordered; a positive NaN is above all others. A NaN logit
-    // must not look like a healthy head, and -0 not like the least of all.
+    // Read as integers, floats of the same sign are ordered, and a positive NaN is above all
+    // others. A NaN logit must not look like a healthy head, and -0 must not become the smallest of
+    // all.
     const float scale = Config::kHasTerms ? 1.0f : consumer.params.softmax_scale;
     const float value = isnan(largest) ? __int_as_float(0x7fc00000) : largest * scale + 0.0f;
     float* destination = consumer.params.max_logits + batch_head;

@@ -1,11 +1,11 @@
-// The Hopper forward kernel: one block of threads finishes one (query tile, head) at a time, over
-// all slices that touch it; in the last round, it may be a part of its keys (key_parts.h).
+// The Hopper forward kernel: one CTA finishes one (query tile, head) at a time, over all slices
+// that touch it; in the last round, it may process a part of the tile's keys (key_parts.h).
 //
-// A planner warp looks up tiles, one ahead, and loads their queries; a producer warp walks a tile's
-// slices and streams key tiles ("blocks") through a ring of shared memory, each with what the mask
-// hides in it; consumer warpgroups hold 64 query rows each, and know nothing of slices. Blocks of
-// threads share nothing but a work counter, in a cluster the loads of keys and values, and parts,
-// which are added in order: the result is deterministic.
+// A planner warp fetches tiles, one ahead, and loads their queries. A producer warp iterates over a
+// tile's slices and streams key tiles ("blocks") through a ring in shared memory, each with the
+// slice that masks it. Consumer warpgroups hold 64 query rows each, and know nothing of slices.
+// CTAs share only a work counter, the loads of keys and values in a cluster, and parts, which are
+// reduced in a fixed order: the result is deterministic.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_KERNEL_CUH_
@@ -20,8 +20,8 @@
 
 namespace jax_magi::cuda {
 
-// A thread's index in its warpgroup, computed anew each time. In registers, it and what is made of
-// it would be live through the whole loop.
+// A thread's index in its warpgroup, read again at each use. In registers, the index and values
+// derived from it would be live through the whole loop.
 struct ThreadAnew {
   __device__ __forceinline__ ThreadAnew(int) {}
   __device__ __forceinline__ operator int() const {
@@ -41,24 +41,25 @@ struct Consumer {
 
   const ForwardParamsOf<Config>& params;
   Shared& shared;
-  int warpgroup;  // Which consumer warpgroup.
-  // In the warpgroup.
+  int warpgroup;  // Index of the consumer warpgroup.
+  // Index in the warpgroup.
   std::conditional_t<Config::kHasTerms, ThreadAnew, int> thread;
   SoftmaxScale scale;
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
   RingPosition<Config::kQStages> q_ring;
-  RingPosition<Config::kBiasStages> bias_ring;  // Where it is not that of keys.
+  RingPosition<Config::kBiasStages> bias_ring;  // For bias blocks; a bias by key uses k_ring.
 
   uint32_t q[Config::kQInRegisters ? Config::kHeadDim / 4 : 1];
   float scores[kBlockN / 2];
   uint32_t p[kBlockN / 4];
   float acc[Config::kValueDim / 2];
   RowState state;
-  // Of the rows' heads, from a tile's last block on; or the rows' lse of calls before this one.
+  // The sinks of the rows' heads, loaded with a tile's last block; or the rows' lse of earlier
+  // calls.
   float sinks[2];
-  LogitScale logit;                                                   // Of the block, with terms.
-  uint32_t bias[Config::kBiasAhead > 0 ? Config::kBiasAhead : 1][4];  // Read ahead.
+  LogitScale logit;  // The scale of the block, with terms.
+  uint32_t bias[Config::kBiasAhead > 0 ? Config::kBiasAhead : 1][4];  // Bias that is read ahead.
 
   __device__ __forceinline__ void Run() {
     if constexpr (Config::kHasTerms) {
@@ -71,7 +72,7 @@ struct Consumer {
     while (true) {
       Wait(&shared.q_full[q_ring.stage], q_ring.phase);
       if constexpr (Config::kHasTerms) {
-        // No registers are free for it through the loop: it stays in shared memory.
+        // No registers are free for the tile through the loop: it stays in shared memory.
         const TermsTileInfo& tile = shared.tile[TileSlot<Config>(q_ring)];
         if (tile.num_blocks < 0) return;
         Compute(tile);
@@ -85,7 +86,7 @@ struct Consumer {
     }
   }
 
-  // This thread's row `r`, 0 or 1, in shared memory; with heads packed, rows interleave them.
+  // This thread's row `r`, 0 or 1, in shared memory; if heads are packed, rows interleave them.
   __device__ __forceinline__ int PackedRow(int r) const {
     return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
@@ -134,8 +135,8 @@ struct Consumer {
     Softmax(correction);
     PackProbabilities<Element>(scores, p);
 
-    // The next block's scores are computed while this one's probabilities meet their values, and
-    // its softmax runs under that product.
+    // The next block's scores are computed along with the product of this block's probabilities and
+    // values, and the next block's softmax overlaps with that product.
     if (!(flags & kLast)) WaitForKeys();
     while (!(flags & kLast)) {
       IssueScores();
@@ -145,8 +146,8 @@ struct Consumer {
       if constexpr (Config::kBiasAhead > 0) Terms().ReadAhead();
       WaitWgmma<1>();
       FinishScores(tile, flags);
-      // Asked before the softmax, as the answer takes its time; and the branch after it keeps ptxas
-      // from moving the softmax behind the wait for the product.
+      // Tested before the softmax, because the result takes a while; and the branch after the
+      // softmax keeps ptxas from moving the softmax behind the wait for the product.
       const bool has_keys = (flags & kLast) || IsDone(&shared.k_full[k_ring.stage], k_ring.phase);
       const bool has_moved = Softmax(correction);
       if (!has_keys) WaitForKeys();
@@ -163,7 +164,7 @@ struct Consumer {
     FinishValues();
   }
 
-  // As wgmma wants them: 16 rows of the warp, 16 dims a step.
+  // Loads queries in wgmma's operand layout: 16 rows of the warp, 16 dims per step.
   __device__ __forceinline__ void LoadQueries(const Element* source) {
     const int row = warpgroup * 64 + thread / 32 * 16 + thread % 16;
 #pragma unroll
@@ -209,7 +210,7 @@ struct Consumer {
     return LoadByWarp(shared.block[k_ring.stage].flags);
   }
 
-  // The scores have arrived: hides what the mask hides, and gives the keys back.
+  // Called when scores are complete: applies the mask, and releases the keys.
   __device__ __forceinline__ void FinishScores(const TileInfoOf<Config>& tile, int flags) {
     FenceRegisters(scores);
     bool is_early = false;
@@ -256,21 +257,22 @@ struct Consumer {
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] *= correction[i / 2 % 2];
   }
 
-  // Whether all of the tile's sums are here: of a part, if the others are done.
+  // Whether the accumulator has all of the tile's sums. For a part, reduces the parts if this is
+  // the last one.
   __device__ __forceinline__ bool IsWhole(const TileInfo& tile) {
     if constexpr (!Config::kCutsKeys) return true;
-    // By a shuffle, here and below: with branches that may differ between lanes, ptxas schedules
-    // the main loop badly.
+    // Shuffles here and below: with branches that may diverge within a warp, ptxas schedules the
+    // main loop badly.
     const int part = __shfl_sync(~0u, tile.part, 0);
     if (part == 0) return true;
-    WaitForPreviousKernel();  // It resets the counters, and may use the workspace.
+    WaitForPreviousKernel();  // The previous kernel resets the counters, and may use the workspace.
     const PartJoiner<Config> joiner{params.parts, part, warpgroup, thread};
     if (__shfl_sync(~0u, joiner.Leave(acc, state), 0) == 0) return false;
     joiner.Join(acc, state);
     return true;
   }
 
-  // Whether results that are there stay as they are: no row sees a key of this call.
+  // Whether earlier results stay unchanged, because no row sees a key of this call.
   __device__ __forceinline__ bool IsKept(const TileInfo& tile) {
     if constexpr (!ForwardEpilogue<Config, Consumer>::kMayMerge) return false;
     const bool keeps = params.keeps_rows || (params.running_out != nullptr && !params.is_rounded);
@@ -292,7 +294,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     PrefetchTensorMap(&params.v_map);
     constexpr int kConsumers = Config::kNumConsumers * kWarpgroup;
     InitRing(shared.q_full, shared.q_empty, 1, kConsumers);
-    // Keys and values are written by all of the cluster, and given back to all.
+    // Keys and values are loaded by all CTAs of the cluster, and released to all of them.
     InitRing(shared.k_full, shared.k_empty, 1, Config::kClusterSize * kConsumers / 32);
     InitRing(shared.v_full, shared.v_empty, 1, Config::kClusterSize * kConsumers / 32);
     if constexpr (Config::kHasTerms) {
@@ -319,7 +321,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     }
   } else {
     TakeRegisters<Config::kConsumerRegisters>();
-    // By a shuffle: the compiler then knows that it is the same for a whole warp.
+    // The shuffle tells the compiler that the value is uniform in a warp.
     const int warpgroup = __shfl_sync(~0u, thread / kWarpgroup - 1, 0);
     Consumer<Config> consumer{params, shared, warpgroup, thread % kWarpgroup};
     consumer.Run();

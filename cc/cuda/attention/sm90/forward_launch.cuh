@@ -8,10 +8,11 @@
 
 namespace jax_magi::cuda {
 
-// Keys and values of the heads worked on at once should fit here: part of the L2 cache of 50 MB.
+// Keys and values of the heads in progress should fit in this part of the 50 MB L2 cache.
 constexpr int64_t kL2Budget = 32 << 20;
 
-// Packs of query heads worked on at once: whole groups, and equally many each time.
+// The number of packs of query heads in progress at a time: whole groups, and the same number each
+// time.
 inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
   const int64_t num_bytes = 2 * shape.batch * shape.k_len * (shape.head_dim + shape.value_dim) + 1;
   int64_t kv_heads = std::clamp<int64_t>(kL2Budget / num_bytes, 1, shape.num_kv_heads);
@@ -21,7 +22,7 @@ inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
 
 template <typename Config>
 Tiling ConfigTiling(const AttentionShape& shape) {
-  // Where queries are few, all tiles pack heads.
+  // If there are few queries, all tiles pack heads.
   const int most_rows = static_cast<int>(std::min<int64_t>(shape.q_len, Config::kBlockM));
   const int log2_pack = Log2Pack<Config>(most_rows, static_cast<int>(shape.group()));
   return {Architecture::kSm90, Config::kBlockM >> log2_pack, Config::kBlockN, /*by_keys=*/false,
@@ -35,7 +36,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   const Tiling tiling = ConfigTiling<Config>(shape);
   const int group = static_cast<int>(shape.group());
   const int log2_pack = Log2Pack<Config>(tiling.num_rows, group), pack = 1 << log2_pack;
-  // A cluster takes one for each of its blocks of threads at once.
+  // A CTA of a cluster takes one pack each.
   const int packs_per_kv_head = CeilDiv(group, pack * Config::kClusterSize);
   const int num_packs = static_cast<int>(shape.num_kv_heads) * packs_per_kv_head;
   const ForwardWorkspace workspace =
@@ -51,7 +52,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   params.parts = {};
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, workspace.counter,
                          num_packs, PacksPerSection(shape, packs_per_kv_head));
-  // Without keys, these are described but never read.
+  // If there are no keys, tensor maps describe these tensors, but nothing reads them.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;
   constexpr int kClusterSize = Config::kClusterSize, kBlockN = Config::kBlockN;
@@ -105,17 +106,17 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
       options);
 }
 
-// Whether tiles of 128 rows are at least as good as such of 192. Neither batch nor heads count:
+// Whether tiles of 128 rows are at least as good as tiles of 192. Batch and heads do not count:
 // they may be sharded after the tile list was made.
 inline bool PrefersSmallTiles(const AttentionShape& shape) {
   const auto num_tiles = [&](int64_t num_rows) { return (shape.q_len + num_rows - 1) / num_rows; };
-  return 3 * num_tiles(128) <= 4 * num_tiles(192);  // A small one takes about 3/4 of the time.
+  return 3 * num_tiles(128) <= 4 * num_tiles(192);  // A small tile takes about 3/4 of the time.
 }
 
-// Whether two blocks of threads should make a cluster, which needs two heads of a group: each loads
-// half of the keys and values for both, but they begin and end together. On an H200, where each
-// cluster has 64 of them to work on and more, it is worth up to 6% (with 48 heads, all masks of 4k
-// tokens, and full ones of 2k), and costs as much where it has 50 and fewer, or tiles of 3 each.
+// Whether two CTAs should form a cluster, which requires two heads of a group: each CTA loads half
+// of the keys and values for both, but they begin and end together. On an H200, clusters gain up to
+// 6% if each has 64 or more blocks to process (with 48 heads, all masks of 4k tokens, and full ones
+// of 2k), and lose as much if each has 50 or fewer, or if tiles have 3 blocks each.
 inline bool PrefersClusters(const AttentionShape& shape, const LaunchOptions& options) {
   constexpr int64_t kLeastBlocks = 60, kLeastOfTile = 4, kTileRows = 128;
   const int64_t num_clusters = options.num_sms / 2, num_blocks = options.num_blocks;
@@ -124,7 +125,7 @@ inline bool PrefersClusters(const AttentionShape& shape, const LaunchOptions& op
          num_blocks * kTileRows >= kLeastOfTile * shape.q_len;
 }
 
-// Calls use() with the configuration for the call. Clusters change nothing of its tiling.
+// Calls use() with the configuration for the call. Clusters do not change the tiling.
 template <int kHeadDim, int kValueDim, typename Element, bool kHasSoftcap, bool kIsOutFloat,
           typename Use>
 auto WithTileFor(const AttentionShape& shape, bool in_clusters, Use use) {
@@ -155,7 +156,7 @@ Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& a
   const auto launch = [&](auto config) { return LaunchForward<decltype(config)>(args, options); };
   const bool has_softcap = args.params.softcap != 0.0f;
   const bool in_clusters = PrefersClusters(args.shape, options);
-  // The kernels that write float32 also go on with the results of other calls, in any dtype.
+  // The kernels that write float32 also merge with the results of other calls, in any dtype.
   return args.out_dtype == DType::kF32 || args.running_out != nullptr
              ? WithConfig<kHeadDim, kValueDim, Element, true>(args.shape, has_softcap, in_clusters,
                                                               launch)

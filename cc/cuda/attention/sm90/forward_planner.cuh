@@ -1,5 +1,5 @@
-// The forward kernel's planner: one warp that looks up the next tile while the producer is at the
-// one before, and loads its queries.
+// The forward kernel's planner: a dedicated warp that fetches the next tile and loads its queries,
+// while the producer works on the current tile.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PLANNER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PLANNER_CUH_
@@ -29,7 +29,7 @@ struct Planner {
       HandOn();
       LoadTile();
       Wait(&shared.planned_empty, planned.num_done % 2);
-      WaitForPreviousKernel();  // It resets the counter.
+      WaitForPreviousKernel();  // The previous kernel resets the counter.
       number = NextNumber(planned.num_done);
       __syncwarp();
       if (lane == 0) ++planned.num_done;
@@ -44,7 +44,7 @@ struct Planner {
     }
   }
 
-  // To the producer.
+  // Passes the tile to the producer.
   __device__ __forceinline__ void HandOn() { Arrive(&shared.planned_full); }
 
   __device__ __forceinline__ uint32_t NextNumber(uint32_t count) {
@@ -62,18 +62,20 @@ struct Planner {
     return ClusterRank();
   }
 
-  // Which heads' rows the tile has.
+  // Finds the heads whose rows the tile has.
   __device__ __forceinline__ void FindHeads() {
     if (lane == 0) {
       PlannedTile& planned = shared.planned;
       planned.kv_head = Divide(planned.pack, params.packs_per_kv_head);
       const int most = Log2Pack<Config>(planned.tile.num_rows, params.group / kClusterSize);
       planned.log2_pack = Min(most, params.log2_pack + ForwardParams::kNumPacks - 1);
-      // The first of the cluster's heads, in their group; and of this block of threads.
+      // `first` is the first of the cluster's heads in their group, and `in_group` that of this
+      // CTA.
       const int pack_in_group = planned.pack - planned.kv_head * params.packs_per_kv_head;
       const int first = pack_in_group * kClusterSize << params.log2_pack;
       const int in_group = first + (Rank() << planned.log2_pack);
-      // In a cluster there may be none left: it then works in vain, for its part of the keys.
+      // In a cluster no heads may be left for this CTA: its results are then not used, but it loads
+      // its part of the keys.
       planned.head = planned.kv_head * params.group +
                      (kClusterSize == 1 ? in_group : Min(in_group, params.group - 1));
       planned.num_packed = Min(1 << planned.log2_pack, params.group - in_group);
@@ -84,7 +86,7 @@ struct Planner {
     __syncwarp();
   }
 
-  // Tells consumers of the tile, and loads its queries.
+  // Describes the tile to consumers, and loads its queries.
   __device__ __forceinline__ void LoadTile() {
     const int stage = q_ring.stage, slot = TileSlot<Config>(q_ring);
     Wait(&shared.q_empty[stage], q_ring.phase ^ 1);
@@ -103,7 +105,7 @@ struct Planner {
           tile.begin, tile.num_rows, tile.num_blocks,    Config::kCutsKeys ? planned.part : 0};
       if (!Config::kQueriesByValues && tile.num_blocks > 0) {
         ArriveExpectBytes(&shared.q_full[stage], sizeof(shared.q[stage]));
-        // By how far its log2_pack is above that of a tile with all rows.
+        // Indexed by how far log2_pack exceeds that of a tile with all rows.
         const CUtensorMap& map = params.q_map[planned.log2_pack - params.log2_pack];
 #pragma unroll
         for (int d = 0; d < Config::kHeadDim; d += 64) {

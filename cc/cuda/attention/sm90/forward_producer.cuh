@@ -1,4 +1,5 @@
-// The forward kernel's producer: one warp that walks a tile's slices and streams its key tiles.
+// The forward kernel's producer: one warp that iterates over a tile's slices and streams key
+// blocks.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PRODUCER_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PRODUCER_CUH_
@@ -19,7 +20,7 @@ struct Producer {
   RingPosition<Config::kBiasStages> bias_ring;
 
   __device__ __forceinline__ void Run() {
-    if (lane == 0) shared.item.num_done = ~0u;  // Tiles so far, less one.
+    if (lane == 0) shared.item.num_done = ~0u;  // Number of tiles so far, minus one.
     __syncwarp();
     while (true) {
       Wait(&shared.planned_full, (shared.item.num_done + 1) % 2);
@@ -31,11 +32,11 @@ struct Producer {
     LetNextKernelStart();
   }
 
-  // Copies what the planner hands on, a word a lane.
+  // Copies what the planner passes on, one word per lane.
   __device__ __forceinline__ void TakeTile() {
     constexpr int kWords = sizeof(PlannedTile) / 4;
     static_assert(kWords <= 32, "a lane for each");
-    __syncwarp();  // All are done with the tile before.
+    __syncwarp();  // All lanes are done with the previous tile.
     if (lane < kWords) {
       reinterpret_cast<int32_t*>(&shared.item)[lane] =
           reinterpret_cast<const int32_t*>(&shared.planned)[lane];
@@ -43,10 +44,10 @@ struct Producer {
     __syncwarp();
   }
 
-  // Once a tile.
+  // Called once per tile.
   __device__ __forceinline__ void AskForNextTile() { Arrive(&shared.planned_empty); }
 
-  // To a stage of values, if there are any blocks to come.
+  // Loads the queries to a stage of values, if the tile has any blocks.
   __device__ __forceinline__ void LoadQueries() {
     static_assert(sizeof(shared.v[0]) == Config::kBlockM * Config::kHeadDim * 2,
                   "as large as a stage");
@@ -67,15 +68,15 @@ struct Producer {
 
   __device__ __forceinline__ void LoadBlocks() {
     const Tile& tile = shared.item.tile;
-    int number = Config::kCutsKeys ? -shared.item.skipped : 0;  // Of the block, in this part.
-    int v_row = 0;  // v follows k by one block: scores come first.
-    // The next tile is asked for with the block before the last: the planner needs less time than
-    // these two, and who takes work sooner may keep it from others in the end.
+    int number = Config::kCutsKeys ? -shared.item.skipped : 0;  // The block's number in this part.
+    int v_row = 0;  // v is loaded one block after k: scores come first.
+    // The next tile is requested with the second-to-last block: the planner needs less time than
+    // these two blocks take, and a CTA that takes work earlier may keep it from others in the end.
     const int asks_with = Max(tile.num_blocks - 2, 0);
     if (tile.num_blocks == 0) AskForNextTile();
     constexpr bool kAlignsEnd = Config::kHasTerms;
     const auto load = [&](int slice, Range keys) {
-      // From right to left, so that under a causal mask the diagonal comes first.
+      // Blocks go from right to left, so that under a causal mask the diagonal comes first.
       for (; keys.begin < keys.end; keys.end -= Config::kBlockN, ++number) {
         if (number < 0 || number >= tile.num_blocks) continue;
         const bool is_last = number + 1 == tile.num_blocks;
@@ -104,8 +105,8 @@ struct Producer {
     k_ring.Advance();
   }
 
-  // The bias of the tile's queries and of the block's keys, which begin at a multiple of
-  // kPositionAlignment: TMA takes no other.
+  // Loads the bias of the tile's queries and the block's keys, which begin at a multiple of
+  // kPositionAlignment, as TMA requires.
   __device__ __forceinline__ void LoadBias(int stage, int begin) {
     if constexpr (Config::kHasBiasBlocks) {
       if (!Config::kIsBiasAlone && params.terms.kind != BiasKind::kTiles) return;
@@ -135,8 +136,8 @@ struct Producer {
     }
   }
 
-  // Of a bias that is the same for all queries. Keys outside of it keep what was there: they are
-  // hidden.
+  // Copies a bias that is the same for all queries. For keys outside the array, shared memory keeps
+  // its old contents: these keys are hidden.
   __device__ __forceinline__ void CopyKeyBias(int stage, int begin) {
     const ScoreTerms& terms = params.terms;
     const int first = Max(begin, 0), end = Min(begin + Config::kBlockN, params.work.num_columns);
@@ -172,7 +173,7 @@ struct Producer {
     v_ring.Advance();
   }
 
-  // A block of keys or values.
+  // Loads a block of keys or values.
   template <int kDim>
   __device__ __forceinline__ void LoadRows(const CUtensorMap& map, uint64_t* full,
                                            typename Config::Element* dst, int row) {

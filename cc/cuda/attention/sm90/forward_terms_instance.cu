@@ -8,7 +8,7 @@
 namespace jax_magi::cuda {
 namespace {
 
-// Up to 128 dims.
+// Launches a kernel of up to 128 dims.
 template <int kHeadDim, typename Element>
 Status LaunchNarrow(const ForwardArgs& args, bool has_blocks, const LaunchOptions& options) {
   const AttentionShape& shape = args.shape;
@@ -28,7 +28,7 @@ Status LaunchNarrow(const ForwardArgs& args, bool has_blocks, const LaunchOption
     return launch(args, options);
   };
   if constexpr (kHeadDim == 128) {
-    // As without terms. A block of a bias takes as much bandwidth as one of keys or of values.
+    // As without terms. A block of a bias takes as much bandwidth as a block of keys or values.
     if (PrefersClusters(shape, options)) return launch(std::integral_constant<int, 2>());
   }
   return launch(std::integral_constant<int, 1>());
@@ -53,7 +53,7 @@ Status ForwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardAr
 
 template <int kHeadDim, int kValueDim, typename Element>
 Tiling ForwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape) {
-  // The same for all of a variant.
+  // All configurations of a variant have the same tiling.
   if constexpr (kHeadDim > 128) {
     return ConfigTiling<WideForwardTermsConfig<kHeadDim, kValueDim, Element, true>>(shape);
   } else {

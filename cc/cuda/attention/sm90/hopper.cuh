@@ -11,7 +11,7 @@
 
 namespace jax_magi::cuda {
 
-constexpr int kReservedBytes = 1024;  // Of a block's shared memory: the driver's.
+constexpr int kReservedBytes = 1024;  // Bytes of a CTA's shared memory that the driver uses.
 
 // --- mbarrier ---
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
-// Arrives, and makes the phase wait for `num_bytes` of TMA traffic too.
+// Arrives, and makes the phase also wait for `num_bytes` of TMA traffic.
 __device__ __forceinline__ void ArriveExpectBytes(uint64_t* barrier, uint32_t num_bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
@@ -51,7 +51,7 @@ __device__ __forceinline__ void Wait(uint64_t* barrier, uint32_t phase) {
       : "memory");
 }
 
-// Whether the phase is over now, or after a short while.
+// Whether the phase is complete, either now or after a short wait.
 __device__ __forceinline__ bool IsDone(uint64_t* barrier, uint32_t phase) {
   uint32_t done;
   asm volatile(
@@ -66,7 +66,7 @@ __device__ __forceinline__ bool IsDone(uint64_t* barrier, uint32_t phase) {
   return done;
 }
 
-// --- Clusters of blocks of threads ---
+// --- Clusters of CTAs ---
 
 __device__ __forceinline__ uint32_t ClusterRank() {
   uint32_t rank;
@@ -74,16 +74,16 @@ __device__ __forceinline__ uint32_t ClusterRank() {
   return rank;
 }
 
-// The shared memory of a kernel that has no other than dynamic one. Such a kernel must check that
-// it is there.
+// The address of shared memory in a kernel that has only dynamic shared memory. The kernel must
+// check that it is there.
 template <int kClusterSize = 1>
 __device__ __forceinline__ void* DynamicShared() {
   if constexpr (kClusterSize == 1) return __cvta_shared_to_generic(kReservedBytes);
-  // In a cluster, the addresses of a block of threads have its rank in bits 24 and up.
+  // In a cluster, a CTA's shared memory addresses hold its rank in bits 24 and up.
   return __cvta_shared_to_generic(kReservedBytes | ClusterRank() << 24);
 }
 
-// Until all threads of the cluster that have not ended come here.
+// Waits for all threads of the cluster that have not exited.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile(
       "barrier.cluster.arrive.release;\n"
@@ -91,7 +91,7 @@ __device__ __forceinline__ void ClusterSync() {
           : "memory");
 }
 
-// What lies in another block's shared memory where `pointer` does in this one's.
+// The address in the shared memory of CTA `rank` that corresponds to `pointer` in this CTA.
 __device__ __forceinline__ uint32_t AddressAt(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint32_t AddressAt(const void* pointer, uint32_t rank
   return address;
 }
 
-// The barrier there counts its four bytes, as it does those that TMA brings: no fence is needed.
+// The barrier in that CTA counts the four bytes, like bytes that TMA transfers: no fence is needed.
 __device__ __forceinline__ void StoreAt(uint32_t* pointer, uint64_t* barrier, uint32_t rank,
                                         uint32_t value) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
@@ -109,15 +109,15 @@ __device__ __forceinline__ void StoreAt(uint32_t* pointer, uint64_t* barrier, ui
                : "memory");
 }
 
-// What this thread has read and written is behind it for whoever waits there.
+// A release: what this thread has read and written is ordered before what waiting threads do next.
 __device__ __forceinline__ void ArriveAt(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(AddressAt(barrier, rank))
       : "memory");
 }
 
-// Says no more than that this thread's products have read shared memory: it does not order writes
-// for others, as that would take a fence.
+// Signals only that this thread's products have read shared memory. It does not order writes for
+// other CTAs, which would take a fence.
 __device__ __forceinline__ void ArriveUnorderedAt(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(AddressAt(barrier, rank))
                : "memory");
@@ -129,7 +129,7 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies `num_bytes`, a multiple of 16, between places that are aligned to 16.
+// Copies `num_bytes`, a multiple of 16, between addresses that are aligned to 16 bytes.
 __device__ __forceinline__ void LoadBulk(void* dst, const void* src, uint32_t num_bytes,
                                          uint64_t* barrier) {
   asm volatile(
@@ -139,7 +139,7 @@ __device__ __forceinline__ void LoadBulk(void* dst, const void* src, uint32_t nu
       : "memory");
 }
 
-// The other way: the bytes must lie in shared memory until WaitReduceRead.
+// Copies from shared to global memory. The bytes must stay in shared memory until WaitReduceRead.
 __device__ __forceinline__ void StoreBulk(void* dst, const void* src, uint32_t num_bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst),
                "r"(SharedAddress(src)), "r"(num_bytes)
@@ -156,7 +156,7 @@ __device__ __forceinline__ void LoadBox(const CUtensorMap* map, uint64_t* barrie
       : "memory");
 }
 
-// For what is read or written once: it shall not drive what is read again out of the L2 cache.
+// For data that is read or written once, and should not evict data that is read again from L2.
 __device__ __forceinline__ uint64_t OncePolicy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -172,8 +172,7 @@ __device__ __forceinline__ void LoadBoxOnce(const CUtensorMap* map, uint64_t* ba
       : "memory");
 }
 
-// Loads a box, to the same place in each block of threads of the cluster whose bit is set in
-// `ranks`.
+// Loads a box to the same address in each CTA of the cluster whose bit is set in `ranks`.
 __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t* barrier,
                                                 void* dst, uint16_t ranks, int dim, int head,
                                                 int row, int batch) {
@@ -184,14 +183,15 @@ __device__ __forceinline__ void LoadBoxForRanks(const CUtensorMap* map, uint64_t
       : "memory");
 }
 
-// Adds `num_bytes` of float32 in shared memory to as many in memory.
+// Adds `num_bytes` of float32 from shared memory to global memory.
 __device__ __forceinline__ void ReduceAdd(float* dst, const float* src, uint32_t num_bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
       "r"(SharedAddress(src)), "r"(num_bytes)
       : "memory");
 }
-// Writes a box in shared memory to such a tensor. It is committed and waited for like an addition.
+// Writes a box from shared memory to such a tensor. It is committed and waited for like an
+// addition.
 __device__ __forceinline__ void StoreBoxOnce(const CUtensorMap* map, const void* src, int dim,
                                              int head, int row, int batch) {
   asm volatile(
@@ -203,11 +203,11 @@ __device__ __forceinline__ void StoreBoxOnce(const CUtensorMap* map, const void*
 __device__ __forceinline__ void CommitReduce() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until what this thread has committed is read from shared memory.
+// Waits until shared memory has been read by everything that this thread has committed.
 __device__ __forceinline__ void WaitReduceRead() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// Until it has reached memory.
+// Waits until everything that this thread has committed is complete in global memory.
 __device__ __forceinline__ void WaitReduce() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
@@ -219,8 +219,8 @@ __device__ __forceinline__ void FenceAsyncProxy() {
 
 // --- Matrices ---
 
-// Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of column l % 8 of
-// matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of column l %
+// 8 of matrix l / 8.
 __device__ __forceinline__ void StoreMatricesTransposed(void* address, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    SharedAddress(address)),

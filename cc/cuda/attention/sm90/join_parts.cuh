@@ -1,4 +1,4 @@
-// How the forward kernel's consumers add up the parts of a tile: see key_parts.h.
+// How the forward kernel's consumers reduce the parts of a tile: see key_parts.h.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
@@ -12,7 +12,7 @@ namespace jax_magi::cuda {
 
 static_assert(kPartThreads == kWarpgroup, "a warpgroup has 64 rows");
 
-// Joins the parts of a tile, for one consumer warpgroup of 64 rows.
+// Reduces the parts of a tile, for one consumer warpgroup of 64 rows.
 template <typename Config>
 struct PartJoiner {
   static constexpr int kWords = PartWords(Config::kValueDim);
@@ -21,12 +21,12 @@ struct PartJoiner {
 
   __device__ __forceinline__ int NumParts() const { return part >> 16; }
   __device__ __forceinline__ int Number() const { return part & 0xffff; }
-  // Of the tile, among those that are cut.
+  // The index of the tile among those that are split.
   __device__ __forceinline__ int TileNumber() const { return Number() / NumParts(); }
   __device__ __forceinline__ int First() const { return TileNumber() * NumParts(); }
 
-  // Where this warpgroup's share of a part or tile lies: each block of threads of a cluster has
-  // room for `count` shares.
+  // The index of this warpgroup's share of a part or tile: each CTA of a cluster has room for
+  // `count` shares.
   __device__ __forceinline__ int Place(int number, int count) const {
     int place = number * Config::kNumConsumers + warpgroup;
     if constexpr (Config::kClusterSize > 1) place += static_cast<int>(ClusterRank()) * count;
@@ -39,7 +39,7 @@ struct PartJoiner {
     return params.parts + int64_t{place} * kWords * kWarpgroup + thread;
   }
 
-  // Leaves this part's sums. Returns whether all are there.
+  // Stores this part's partial results. Returns whether all parts have stored theirs.
   __device__ __forceinline__ bool Leave(const float (&acc)[Config::kValueDim / 2],
                                         const RowState& state) const {
     float4* words = Words(Number());
@@ -55,13 +55,13 @@ struct PartJoiner {
     bool is_last = false;
     if (thread == 0) {
       int32_t* counter = params.counters + Place(TileNumber(), kMaxPartCounters / 2);
-      // For all of the warpgroup: what they wrote is there before, what they read is read after.
+      // On behalf of the whole warpgroup: its writes come before the addition, its reads after.
       is_last = AddInOrder(counter, 1) == NumParts() - 1;
     }
     return NamedAny(1 + warpgroup, kWarpgroup, is_last);
   }
 
-  // The sums of all parts.
+  // Reduces the partial results of all parts.
   __device__ __forceinline__ void Join(float (&acc)[Config::kValueDim / 2], RowState& state) const {
     float reference[2] = {kNoReference, kNoReference};
 #pragma unroll
@@ -81,7 +81,7 @@ struct PartJoiner {
     for (int i = 0; i < NumParts(); ++i) {
       const float4* words = Words(First() + i);
       const float4 sums = __ldcg(words + (kWords - 2) * kWarpgroup);
-      // A part without a reference has nothing but zeros.
+      // A part without a reference has only zeros.
       const float weight[2] = {Exp2(sums.x - reference[0]), Exp2(sums.y - reference[1])};
       state.sum[0] += weight[0] * sums.z;
       state.sum[1] += weight[1] * sums.w;

@@ -1,4 +1,4 @@
-// What launching either kernel takes.
+// What the launches of the forward and the backward kernel share.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_LAUNCH_CUH_
@@ -14,11 +14,11 @@
 
 namespace jax_magi::cuda {
 
-// Tells the device, once, how much shared memory a kernel takes. Returns its number of SMs.
+// Sets how much shared memory a kernel takes, once per device. Returns the device's number of SMs.
 template <auto kKernel>
 Status SetUpKernel(size_t shared_bytes, int* num_sms) {
   constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];  // 0: not yet asked for.
+  static std::atomic<int> known[kMaxDevices];  // 0: not set up yet.
   int device;
   JAX_MAGI_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
   if (device >= kMaxDevices) return {"there are more than 64 devices", __FILE__, __LINE__};
@@ -39,15 +39,15 @@ Status SetUpKernel(size_t shared_bytes, int* num_sms) {
   return {};
 }
 
-// Launches a persistent kernel that may come up before the one that prepares its work has ended.
+// Launches a persistent kernel that may start before the kernel that prepares its work has ended.
 //
-// It may read q, k, v, slices and the list before griddepcontrol.wait, and write out. The kernel
-// before it on the stream is our own (ResetKernel, PrepareBackwardKernel or DqOrderKernel). Each of
-// these first waits itself, until all that came before is complete and can be read, and only then
-// lets the next kernel start, in every one of its blocks of threads; the next one starts when all
-// have done so. So whoever wrote the operands has ended before this kernel begins, and so have all
-// that read what it writes. It has to wait for what the kernel before it writes: counters,
-// max_logits, statistics, zeros and turns.
+// The kernel may read q, k, v, slices and the list, and write out, before griddepcontrol.wait. The
+// previous kernel on the stream is one of our own (ResetKernel, PrepareBackwardKernel or
+// DqOrderKernel). Every CTA of it first waits until everything before it is complete and can be
+// read, and only then lets the next kernel start; the next kernel starts when all CTAs have done
+// so. Therefore all kernels that wrote the operands have ended before this one begins, and so have
+// all kernels that read the memory it writes. This kernel must wait only for what the previous one
+// writes: counters, max_logits, statistics, zeros and turns.
 template <auto kKernel, int kClusterSize = 1, typename Params>
 Status LaunchPersistent(const Params& params, int num_threads, size_t shared_bytes,
                         int64_t max_work, const LaunchOptions& options) {
@@ -61,7 +61,7 @@ Status LaunchPersistent(const Params& params, int num_threads, size_t shared_byt
   return {};
 }
 
-// Of a call's list, where there is anything to work on.
+// The check of a call's list, if there is anything to process.
 inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
                          const LaunchOptions& options) {
   const bool has_work = NumRows(shape, tiling) > 0;
@@ -69,7 +69,7 @@ inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
           static_cast<int32_t>(options.max_tiles)};
 }
 
-// A tensor for TMA, and the boxes it is moved in.
+// A tensor for TMA, and the boxes in which it is transferred.
 struct TensorBox {
   const char* name;
   DType dtype;

@@ -1,5 +1,5 @@
-// What the kernels' producers and consumers share: rings of shared memory, and what goes through
-// them.
+// What producers and consumers of the kernels share: the rings of shared memory, and what passes
+// through them.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_PIPELINE_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_PIPELINE_CUH_
@@ -9,7 +9,7 @@
 
 namespace jax_magi::cuda {
 
-// One block of columns, as the producer hands it on.
+// The description of one column block, from the producer to the consumers.
 struct alignas(16) BlockInfo {
   Slice slice;
   int32_t begin;
@@ -17,7 +17,7 @@ struct alignas(16) BlockInfo {
 };
 enum BlockFlag { kMasked = 1, kLast = 2 };
 
-// Position in a ring of stages. The phase flips at each turn of the ring.
+// A position in a ring of stages. The phase flips each time the position wraps around.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -33,14 +33,14 @@ struct RingPosition {
   }
 };
 
-// One thread arrives for its warp.
+// One lane arrives for its warp.
 __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier, int thread) {
   __syncwarp();
   if (thread % 32 == 0) Arrive(barrier);
 }
 
-// One thread arrives for its warp at the barrier of each block of threads of its cluster: at its
-// own, the one that reads for it.
+// One lane per CTA of the cluster arrives at that CTA's barrier for the whole warp. Lane 0, which
+// reads for the warp (LoadByWarp), arrives at the barrier of its own CTA.
 template <int kClusterSize, bool kIsOrdered = false>
 __device__ __forceinline__ void ArriveByWarpAtAll(uint64_t* barrier, int thread) {
   if constexpr (kClusterSize == 1) {
@@ -54,8 +54,9 @@ __device__ __forceinline__ void ArriveByWarpAtAll(uint64_t* barrier, int thread)
   }
 }
 
-// A ring's barriers: `full` completes with so many arrivals of the producer, `empty` of consumers:
-// of every thread where all have read words of the stage, else of a thread for each warp.
+// Initializes the barriers of a ring. `full` completes after `full_arrivals` arrivals of the
+// producer, and `empty` after `empty_arrivals` of consumers: every thread arrives if all threads
+// read words of the stage, otherwise one thread per warp does.
 template <int kStages>
 __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
                                          int full_arrivals, int empty_arrivals) {
@@ -66,25 +67,26 @@ __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&e
   }
 }
 
-// The next work of a cluster of two, from its first block of threads to the second. Both do the
-// same in the same order, as they wait for each other's part of what they load.
+// Passes the next work number of a cluster of two from its first CTA to the second. Both CTAs must
+// process the same work in the same order, as each waits for the part that the other one loads.
 struct ClusterWork {
   uint32_t next;
-  uint64_t full, empty;  // The second one's: its number is there. The first one's: it was read.
+  // `full`, in the second CTA: the number is there. `empty`, in the first one: the number was read.
+  uint64_t full, empty;
 
   __device__ __forceinline__ void Init() {
     InitBarrier(&full, 1);
     InitBarrier(&empty, 1);
   }
 
-  // Returns the number of the `count`th work after the first. For one warp of each.
+  // Returns the number of the `count`th work item after the first. Called by one warp of each CTA.
   __device__ __forceinline__ uint32_t Next(const WorkParams& params, int lane, uint32_t count) {
     uint32_t number = 0;
-    // Lanes wait together, and there is one way out: ptxas schedules the consumers' loop badly if
-    // not.
+    // All lanes wait together, and there is a single exit: otherwise ptxas schedules the consumers'
+    // loop badly.
     if (ClusterRank() == 0) {
       Wait(&empty, count % 2 ^ 1);
-      __syncwarp();  // What follows lets the barrier go on.
+      __syncwarp();  // All lanes have passed when the store below lets the barrier advance.
       if (lane == 0) {
         number = gridDim.x / 2 + atomicAdd(&params.counter->next_work, 1);
         StoreAt(&next, &full, 1, number);
@@ -94,7 +96,7 @@ struct ClusterWork {
       Wait(&full, count % 2);
       if (lane == 0) {
         number = *const_cast<const volatile uint32_t*>(&next);
-        ArriveUnorderedAt(&empty, 0);  // It is written again when the next one is asked for.
+        ArriveUnorderedAt(&empty, 0);  // `next` is overwritten when the next number is requested.
       }
     }
     return __shfl_sync(~0u, number, 0);
@@ -106,8 +108,9 @@ template <int kClusterSize, int kDim, int kRows>
 constexpr int kPanelRows = kDim == 64 ? kRows / kClusterSize : kRows;
 
 // Loads a block of rows from `row` on, which stream past the tile, in panels of 64 dims. In a
-// cluster of two, each block of threads loads half for both: a panel of two, or half of the rows of
-// the only one. For one lane; head() is asked for each box, as registers are scarce.
+// cluster of two, each CTA loads half of the block for both: one panel of two, or half of the rows
+// of the only panel. Called by one lane. head() is evaluated for each box, because registers are
+// scarce.
 template <int kClusterSize, int kDim, int kRows, typename Element, typename Head>
 __device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* full, Element* dst,
                                            Head head, int row, const WorkItem& item) {
@@ -125,14 +128,14 @@ __device__ __forceinline__ void LoadPanels(const CUtensorMap& map, uint64_t* ful
   }
 }
 
-// Until no other block of threads needs this one's shared memory. In each role for itself: behind
-// both, it makes ptxas schedule the consumers' loop badly.
+// Waits until no other CTA needs the shared memory of this one. Each role calls this separately: a
+// single call after both roles makes ptxas schedule the consumers' loop badly.
 template <typename Config>
 __device__ __forceinline__ void WaitForClusterToEnd() {
   if constexpr (Config::kClusterSize > 1) ClusterSync();
 }
 
-// Until barriers are there: in a cluster, others arrive at them, too.
+// Waits until barriers are initialized: in a cluster, other CTAs arrive at them, too.
 template <typename Config>
 __device__ __forceinline__ void WaitForBarriers() {
   if constexpr (Config::kClusterSize == 1) {

@@ -20,8 +20,8 @@ void* FindEncodeTiled() {
 Status MakeTensorMap(const char* name, DType dtype, const void* data, int64_t batch, int64_t length,
                      int64_t heads, int64_t dim, int box_rows, int box_heads, int box_bytes,
                      CUtensorMap* map) {
-  // Asked for at run time, and once: linking the driver would keep the library from loading without
-  // one.
+  // Looked up at run time, and once: if linked to the driver, the library could not be loaded
+  // without one.
   static void* const entry = FindEncodeTiled();
   if (entry == nullptr) {
     return {"the CUDA driver has no cuTensorMapEncodeTiled: it is too old", __FILE__, __LINE__};

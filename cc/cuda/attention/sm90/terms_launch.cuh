@@ -1,4 +1,4 @@
-// From a call's bias and slopes to what kernels take of them.
+// Converts a call's bias and slopes to kernel parameters.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
@@ -9,7 +9,7 @@
 
 namespace jax_magi::cuda {
 
-// Of a ForwardArgs or BackwardArgs.
+// `args` is a ForwardArgs or BackwardArgs.
 template <typename Args>
 ScoreTerms TermsOf(const Args& args) {
   const BiasLayout& layout = args.bias_layout;
@@ -38,15 +38,16 @@ inline Status CheckTerms(const ScoreTerms& terms) {
           __LINE__};
 }
 
-// Whether a bias in tiles is all that is added to scores, and there is no cap. Of a ForwardArgs or
-// BackwardArgs.
+// Whether a bias in tiles is all that is added to scores, and there is no cap. `args` is a
+// ForwardArgs or BackwardArgs.
 template <typename Args>
 bool IsBiasAlone(const Args& args) {
   return args.bias != nullptr && args.params.softcap == 0.0f && args.alibi_slopes == nullptr &&
          IsBiasInTiles(args.shape, args.bias_layout, args.dtype);
 }
 
-// For boxes of 64 keys of `box_queries` queries of a bias, or of its gradient, with this layout.
+// Makes a map for boxes of 64 keys by `box_queries` queries of a bias with this layout, or of its
+// gradient.
 inline Status MakeBiasMap(const char* name, const AttentionShape& shape, const BiasLayout& layout,
                           const void* bias, int box_queries, CUtensorMap* map) {
   return MakeTensorMap(name, layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,

@@ -1,4 +1,4 @@
-// wgmma: products of matrices in registers and shared memory, by a warpgroup.
+// wgmma: matrix products of a warpgroup, from registers and shared memory.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_
@@ -28,50 +28,51 @@ __device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// A tile in shared memory is made of panels 64 elements wide: rows of 128 bytes, 128-byte swizzle,
-// 8 rows a swizzle atom; or half as wide, with a swizzle of 64 bytes. Descriptor fields are in
-// units of 16 bytes.
+// A tile in shared memory consists of panels 64 elements wide: rows of 128 bytes, a 128-byte
+// swizzle, and 8 rows per swizzle atom; or half as wide, with a 64-byte swizzle. Descriptor fields
+// are in units of 16 bytes.
 template <int kPanelDims>
 constexpr uint64_t kAtomOffsetOf = 8 * kPanelDims * 2 / 16;
 constexpr uint64_t kAtomOffset = kAtomOffsetOf<64>;
 template <int kPanelDims>
 constexpr uint64_t kSwizzle = uint64_t{kPanelDims == 64 ? 1 : 2} << 62;
 
-// An address as descriptors hold it. In a cluster, the addresses of a block of threads have its
-// rank in bits 24 and up, which would end up in the distance of panels. Elsewhere there is none,
-// and ptxas schedules kernels as they were tuned.
+// An address in descriptor format. In a cluster, a CTA's shared memory addresses hold its rank in
+// bits 24 and up, which would spill into the field for the panel distance. Without clusters there
+// is no rank to mask, and ptxas keeps the schedules that were tuned.
 template <int kClusterSize>
 __device__ __forceinline__ uint32_t DescriptorAddress(const void* tile) {
   const uint32_t address = SharedAddress(tile);
   return (kClusterSize == 1 ? address : address & 0x3ffff) >> 4;
 }
 
-// For an operand contiguous along the contraction: q and k.
+// For an operand that is contiguous along the contraction: q and k.
 template <int kClusterSize = 1, int kPanelDims = 64>
 __device__ __forceinline__ uint64_t RowDescriptor(const void* tile) {
   return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) | (uint64_t{1} << 16) |
          DescriptorAddress<kClusterSize>(tile);
 }
 
-// For an operand contiguous across the contraction: v, whose panels lie `panel_bytes` apart.
+// For an operand that is contiguous across the contraction: v, whose panels are `panel_bytes`
+// apart.
 template <int kClusterSize = 1, int kPanelDims = 64>
 __device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t panel_bytes) {
   return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) |
          (uint64_t{panel_bytes / 16} << 16) | DescriptorAddress<kClusterSize>(tile);
 }
 
-// A descriptor `offset` units further on. Addresses are in the lower half, and never leave it.
+// Advances a descriptor by `offset` units. Addresses are in the lower half, and never overflow it.
 __device__ __forceinline__ uint64_t Advance(uint64_t descriptor, uint32_t offset) {
   return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + offset);
 }
 
-// What becomes of a product: the result, or it is subtracted from it.
+// Whether a product becomes the result, or is subtracted from it.
 enum class Product { kIsResult, kIsSubtracted };
 template <Product kProduct>
 constexpr int kSignOf = kProduct == Product::kIsSubtracted ? -1 : 1;
 
 // scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
-// `keys_bytes` are the sizes of their panels; those of the rows may be narrower.
+// `keys_bytes` are the sizes of their panels; panels of rows may be narrower.
 template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult,
           int kRowPanelDims = 64>
 __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
@@ -79,7 +80,7 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
-    constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Of a panel.
+    constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Per panel.
     WgmmaInstruction<kN>::template Shared<Element, kSignOf<kProduct>, Contiguous::kAlong,
                                           Contiguous::kAlong>(
         Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
@@ -88,7 +89,7 @@ __device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_by
   }
 }
 
-// The same, with the rows in registers.
+// The same, if the rows are in registers.
 template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult>
 __device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[kDim / 4],
                                                          uint64_t keys, uint32_t keys_bytes,
@@ -102,7 +103,7 @@ __device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[
   }
 }
 
-// out[64, kDim] += p[64, kN] * values[kN, kDim], p in registers as packed pairs.
+// out[64, kDim] += p[64, kN] * values[kN, kDim], with p in registers as packed pairs.
 template <typename Element, int kN, int kDim>
 __device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[kN / 4],
                                                             uint64_t values,
@@ -129,7 +130,7 @@ __device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t r
   }
 }
 
-// out[64, kDim] = rows[64, kK] * values[kK, kDim], both in shared memory. The values' panels are
+// out[64, kDim] = rows[64, kK] * values[kK, kDim], both in shared memory. Panels of values are
 // kPanelDims wide.
 template <typename Element, int kDim, int kK, int kPanelDims>
 __device__ __forceinline__ void MultiplyRowsValues(uint64_t rows, uint32_t rows_bytes,

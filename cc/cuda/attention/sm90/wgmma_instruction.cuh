@@ -1,7 +1,7 @@
-// The wgmma instruction: the product of 64 rows and a number of columns, 16 elements deep.
+// The wgmma instruction: the product of 64 rows and kN columns, with a contraction of 16 elements.
 //
-// CUTLASS has it for all types and shapes, in 110,000 lines. Compiling those took a quarter of the
-// time that a kernel needs.
+// CUTLASS provides it for all types and shapes, in 110,000 lines, whose compilation took a quarter
+// of the time that a kernel needs.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_INSTRUCTION_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_INSTRUCTION_CUH_
@@ -22,8 +22,8 @@ enum class Contiguous { kAlong = 0, kAcross = 1 };
 template <int kN>
 struct WgmmaInstruction;
 
-// Registers of the first 16 columns of a result, of the first 32, and so on: their names in the
-// instruction, and what they hold.
+// The registers of the first 16 columns of a result, of the first 32, and so on: their names in the
+// instruction, and their operands.
 #define JAX_MAGI_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_MAGI_NAMES_32 JAX_MAGI_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_MAGI_NAMES_48 JAX_MAGI_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -60,7 +60,7 @@ struct WgmmaInstruction;
 #define JAX_MAGI_RESULTS_240 JAX_MAGI_RESULTS_224, JAX_MAGI_RESULTS_8_FROM(112)
 #define JAX_MAGI_RESULTS_256 JAX_MAGI_RESULTS_240, JAX_MAGI_RESULTS_8_FROM(120)
 
-// i0, i1, ... are the names of the operands that follow the result.
+// i0, i1, ... are the names of the operands after the result.
 #define JAX_MAGI_WGMMA_SHARED(n, type, i0, i1, i2, i3, i4, i5, i6)                                 \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " i2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
                "k16.f32." type "." type " {" JAX_MAGI_NAMES_##n "}, " i0 ", " i1 ", p, " i3        \
