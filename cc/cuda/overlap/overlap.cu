@@ -6,21 +6,20 @@
 namespace jax_magi::cuda {
 namespace {
 
-// With so much shared memory, a block of threads is alone on its multiprocessor.
+// With this much shared memory, a CTA is alone on its SM.
 constexpr int kAloneBytes = 200 * 1024;
-// Two such blocks have all of a multiprocessor's threads, and leave no room for a third of any
-// size.
+// Two such CTAs occupy all threads of an SM, and leave no room for a third CTA of any size.
 constexpr int kHalfThreads = 1024, kHalfBytes = 100 * 1024;
 
 // --- The barrier ---
 
 constexpr int kNumProbes = 32;
-// Nanoseconds in which all blocks of a probe come up, if nothing is in their way; and in which the
-// barrier ends in any case, but for the last blocks' coming up.
+// The time in nanoseconds in which all CTAs of a probe start if nothing is in their way; and the
+// time after which the barrier ends in any case, except for the start of the last CTAs.
 constexpr uint64_t kPatience = 4000, kLongest = 100000;
 
 struct BarrierState {
-  unsigned long long begin;  // When the first block came up; 0 before.
+  unsigned long long begin;  // When the first CTA started; 0 before.
   int num_arrived[kNumProbes];
   int is_over;
 };
@@ -51,10 +50,10 @@ __device__ __forceinline__ void Probe(BarrierState* state, int num_blocks) {
   }
 }
 
-// A grid of kNumProbes probes, each of which would take all of the GPU. Where all blocks of a probe
-// are there at once, nobody else is: they leave, and communication that waits may come in before
-// the next probe, as its stream has the higher priority. Where some are missing for long, their
-// places are taken.
+// The grid consists of kNumProbes probes, each of which would occupy the whole GPU. If all CTAs of
+// a probe run at once, nothing else is running: they exit, and waiting communication may start
+// before the next probe, because its stream has the higher priority. If some CTAs do not start for
+// a long time, something else occupies their place.
 __global__ void __launch_bounds__(kHalfThreads)
     KernelBarrierKernel(BarrierState* state, int num_blocks) {
   if (threadIdx.x == 0) Probe(state, num_blocks);
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   for (int round = 0; round < num_rounds; ++round) {
     for (int64_t i = int64_t{blockIdx.x} * kCopyThreads + threadIdx.x; i < count; i += step) {
       uint4 x;
-      // Volatile, and past the first cache: each round is to move the bytes again.
+      // Volatile, and past L1: each round must move the bytes again.
       asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                    : "l"(src + i)
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kCopyThreads)
   }
 }
 
-// One for each device, for ever: it is for experiments.
+// One per device, never destroyed: it is for experiments.
 struct SideStream {
   cudaStream_t stream = nullptr;
   cudaEvent_t begin, end;

@@ -5,12 +5,12 @@
 
 namespace jax_magi::cuda {
 
-// A divisor of 32-bit numbers. A division takes a GPU long, a multiplication does not: with
-// `multiplier` = 2^64 / divisor, rounded up, the quotient is exact, as the error is below 2^-32 of
-// a divisor.
+// A divisor of 32-bit numbers. Multiplication is much faster than division on a GPU: with
+// `multiplier` = 2^64 / divisor, rounded up, the quotient is exact, because the error is below
+// 2^-32 of a divisor.
 struct RowDivisor {
   uint32_t divisor;
-  uint64_t multiplier;  // Of no use for 1.
+  uint64_t multiplier;  // Unused if the divisor is 1.
 
   explicit RowDivisor(uint32_t divisor)
       : divisor(divisor), multiplier(divisor > 1 ? ~uint64_t{0} / divisor + 1 : 0) {}

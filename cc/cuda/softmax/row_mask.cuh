@@ -1,4 +1,4 @@
-// The part of a mask that belongs to a row of scores, in vectors like those of the row.
+// The part of a mask that belongs to a row of scores, in the same vectors as the row.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_ROW_MASK_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_ROW_MASK_CUH_
@@ -8,31 +8,32 @@
 
 namespace jax_magi::cuda {
 
-// Mask elements are uint8_t (a boolean), what x has, or float; or there is none.
+// Mask elements are uint8_t (a boolean), the element type of x, or float; NoMask means no mask.
 struct NoMask {};
 template <typename Mask>
 constexpr bool kHasMask = !std::is_same_v<Mask, NoMask>;
 
-// Whether its part of a row takes no more registers than that of x.
+// Whether a row of the mask takes no more registers than a row of x.
 template <typename Element, typename Mask>
 constexpr bool kIsMaskShort = !kHasMask<Mask> || sizeof(Mask) <= sizeof(Element);
 
-// Where a thread's row is.
+// The position of a thread's row.
 struct RowPlace {
-  bool is_active;  // Else it has no row, and takes part in reductions only.
-  uint32_t row;    // In [batch, heads, q_len].
+  bool is_active;  // Otherwise the thread only takes part in reductions.
+  uint32_t row;    // Index in [batch, heads, q_len].
   uint32_t batch, head, q;
 };
 
-// The mask's row, as elements of type Mask.
+// A row of the mask, as elements of type Mask.
 template <typename Mask>
 struct MaskRow {
   const Mask* data;
-  bool is_broadcast;  // One element for all columns.
-  bool is_aligned;    // A vector of x has its mask in one aligned piece.
+  bool is_broadcast;  // One element applies to all columns.
+  bool is_aligned;    // The mask of each vector of x is one aligned piece.
 };
 
-// If it is whole, so is x: it has an element for each column, and rows begin at multiples of kSize.
+// kIsWhole: the mask has an element for each column, and rows of x and of the mask begin at
+// multiples of kSize.
 template <typename Mask, bool kIsWhole, int kSize>
 __device__ __forceinline__ MaskRow<Mask> GetMaskRow(const SoftmaxMask& mask, const RowPlace& place,
                                                     const Row<kSize>& row) {
@@ -43,7 +44,7 @@ __device__ __forceinline__ MaskRow<Mask> GetMaskRow(const SoftmaxMask& mask, con
           kIsWhole || (!is_broadcast && (begin - row.shift) % kSize == 0)};
 }
 
-// The mask of vectors first, first + kThreads, ...
+// Loads the mask of vectors first, first + kThreads, ...
 template <typename Mask, int kThreads, int kSize, int kVectors, int kWords>
 __device__ __forceinline__ void LoadMask(const MaskRow<Mask>& mask, const Row<kSize>& row,
                                          int first, uint32_t (&words)[kVectors][kWords]) {

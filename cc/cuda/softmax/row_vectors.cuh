@@ -1,8 +1,8 @@
-// Rows of an array in memory as 16-byte vectors, at any alignment.
+// Access to rows of an array in memory as 16-byte vectors, at any alignment.
 //
-// Rows follow each other without padding, so a row may begin inside a vector and end inside one. It
-// is read in the aligned vectors that cover it, and what lies outside it is ignored; it is written
-// in whole vectors where they lie inside it, and element by element at its two edges.
+// Rows follow each other without padding, so a row may begin and end inside a vector. Reads use the
+// aligned vectors that cover the row, and ignore what lies outside it. Writes use whole vectors
+// inside the row, and single elements at its two edges.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_ROW_VECTORS_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_ROW_VECTORS_CUH_
@@ -21,7 +21,7 @@ namespace jax_magi::cuda {
 template <typename Element>
 constexpr int kVectorSize = 16 / sizeof(Element);
 
-// --- Elements in 32-bit words; all indices are known when a loop is unrolled ---
+// --- Elements in 32-bit words; all indices are known when loops are unrolled ---
 
 template <typename Element, int kWords>
 __device__ __forceinline__ float GetElement(const uint32_t (&words)[kWords], int i) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ float GetElement(const uint32_t (&words)[kWords], int
   }
 }
 
-// Where the bits of element i were zero.
+// Sets element i, whose bits must be zero.
 template <typename Element, int kWords>
 __device__ __forceinline__ void PutElement(Element value, int i, uint32_t (&words)[kWords]) {
   constexpr int kPerWord = 4 / sizeof(Element);
@@ -67,9 +67,9 @@ __device__ __forceinline__ uint4 PackVector(const float (&x)[kVectorSize<Element
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// What L2 does with what is read and written. kFirstOut: it goes first, so that something else may
-// stay. Where nothing else is worth it, this costs time. Never the read-only path: a kernel may
-// write its result over its input.
+// The L2 policy of reads and writes. kFirstOut evicts the data first, so that other data may stay;
+// if no other data is worth keeping, this costs time. Loads never use the read-only path, because a
+// kernel may write its result over its input.
 enum class Caching { kPlain, kFirstOut };
 
 template <Caching kCaching, typename Words>
@@ -108,22 +108,22 @@ __device__ __forceinline__ bool Contains(Range range, int i) {
   return static_cast<unsigned>(i - range.begin) < static_cast<unsigned>(range.end - range.begin);
 }
 
-// The vectors that cover one row, and what is visible of it. Vector v holds the columns from
-// Column(v) on; those before 0 and from `length` on are other rows'.
+// The vectors that cover one row, and which of its columns are visible. Vector v holds the columns
+// from Column(v) on; columns before 0 and from `length` on belong to other rows.
 template <int kSize>
 struct Row {
-  int64_t begin = 0;  // Of vector 0 in the array: a multiple of kSize.
-  int shift = 0;      // Elements of vector 0 that come before the row.
+  int64_t begin = 0;  // Index of vector 0 in the array, a multiple of kSize.
+  int shift = 0;      // Elements of vector 0 that precede the row.
   int length = 0;
-  int count = 0;           // Of vectors.
-  int num_in_array = 0;    // Of vectors, from 0 on, that the array does not end in.
-  Range visible = {0, 0};  // Columns.
-  // Vectors. Each range's end is not before its begin.
-  Range inside = {0, 0};   // All of it is this row's.
-  Range touched = {0, 0};  // Some of it is visible.
-  Range clean = {0, 0};    // All of it is visible.
+  int count = 0;           // Number of vectors.
+  int num_in_array = 0;    // Number of leading vectors that lie entirely in the array.
+  Range visible = {0, 0};  // Range of columns.
+  // Ranges of vectors. A range's end is not before its begin.
+  Range inside = {0, 0};   // Vectors that belong entirely to this row.
+  Range touched = {0, 0};  // Vectors with some visible column.
+  Range clean = {0, 0};    // Vectors with only visible columns.
 
-  // No vectors. What else it is needs no registers.
+  // Makes the row empty. The other fields then need no registers.
   __device__ __forceinline__ void Clear() {
     count = num_in_array = 0;
     visible = inside = touched = clean = {0, 0};
@@ -132,11 +132,11 @@ struct Row {
   __device__ __forceinline__ bool IsAligned() const { return inside.end == count && shift == 0; }
 };
 
-// Where rows are whole vectors, much of it is known when this is compiled.
+// If rows are whole vectors, much of the result is known at compile time.
 template <int kSize, bool kIsWhole>
 __device__ __forceinline__ Row<kSize> MakeRow(uint32_t row, int length, int64_t num_elements,
                                               Range visible) {
-  // From ends in elements, counted from vector 0, to the vectors they cut off.
+  // Convert a number of elements, counted from vector 0, to a number of vectors.
   const auto down = [](int end) { return static_cast<int>(static_cast<unsigned>(end) / kSize); };
   const auto up = [&](int end) { return down(end + kSize - 1); };
   Row<kSize> r;
@@ -164,8 +164,8 @@ __device__ __forceinline__ Row<kSize> MakeRow(uint32_t row, int length, int64_t 
   return r;
 }
 
-// Vectors first, first + kThreads, ... of an array of Element: those that are touched. Others are
-// left as they are.
+// Loads the touched ones of vectors first, first + kThreads, ... of an array of Element. Other
+// words stay unchanged.
 template <typename Element, int kThreads, Caching kCaching, int kVectors>
 __device__ __forceinline__ void LoadVectors(const Element* array,
                                             const Row<kVectorSize<Element>>& row, int first,
@@ -199,8 +199,8 @@ __device__ __forceinline__ void LoadVectors(const Element* array,
   }
 }
 
-// Writes zeros to vectors of the row of which nothing is visible, by kThreads threads; element by
-// element to those of which only a part is the row's.
+// Writes zeros to those vectors of a row that have no visible column, with kThreads threads.
+// Vectors that belong only partly to the row are written element by element.
 template <typename Element, int kThreads, Caching kCaching>
 __device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSize<Element>>& row,
                                             int thread) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void StoreHidden(Element* array, const Row<kVectorSiz
   store({row.touched.end, row.count});
 }
 
-// Writes the others: `value(i, e)` is element e of vector i of these. Columns that are not visible
+// Writes the touched vectors: `value(i, e)` is element e of this thread's vector i. Hidden columns
 // become zero.
 template <typename Element, int kThreads, Caching kCaching, int kVectors, typename Value>
 __device__ __forceinline__ void StoreVectors(Element* array, const Row<kVectorSize<Element>>& row,

@@ -1,4 +1,4 @@
-// Fused scale + mask + softmax on a GPU.
+// The launchers of the fused scale + mask + softmax on a GPU.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_H_
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_H_
@@ -8,12 +8,12 @@
 
 namespace jax_magi::cuda {
 
-// Each enqueues the computation; allocates nothing and waits for nothing. Arrays begin at multiples
-// of 16 bytes, and have fewer than 2^31 rows.
+// Each launcher enqueues the computation, allocates nothing and waits for nothing. Arrays begin at
+// multiples of 16 bytes, and have fewer than 2^31 rows.
 Status SoftmaxForward(const SoftmaxForwardArgs& args, cudaStream_t stream);
 Status SoftmaxBackward(const SoftmaxBackwardArgs& args, cudaStream_t stream);
 
-// Those of one element type, in a translation unit of its own.
+// The launchers of one element type, in a separate translation unit.
 template <DType kDType>
 struct SoftmaxVariant {
   static Status Forward(const SoftmaxForwardArgs& args, cudaStream_t stream);

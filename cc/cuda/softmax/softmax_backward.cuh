@@ -1,4 +1,4 @@
-// The backward kernels of the softmax of rows.
+// The backward kernels of the softmax over rows.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_BACKWARD_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_BACKWARD_CUH_
@@ -62,7 +62,7 @@ struct Gradients {
   }
 };
 
-// In the order of memory: there is no mask whose rows could be shared.
+// Rows are processed in memory order: there is no mask whose rows could be shared.
 template <int kSize, bool kIsWhole, int kThreads>
 __device__ __forceinline__ Row<kSize> GetRow(const RowsParams& params, uint32_t row) {
   return GetRow<kSize, kIsWhole>(params, IsActive<kThreads>(params, row), row,
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BlockThreads(kThreads), MinBlocks(kThreads, 51
   if (params.dot != nullptr && thread == 0 && IsActive<kThreads>(params.rows, index)) {
     params.dot[index] = dot;
   }
-  // At once with the others: rows are then written from end to end.
+  // Written together with the other vectors, so that rows are written from end to end.
   StoreHidden<Element, kThreads, Caching::kPlain>(static_cast<Element*>(params.dx), row, thread);
   gradients.template Store<Caching::kPlain>(params, row, first, dot);
 }

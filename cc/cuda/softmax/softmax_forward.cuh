@@ -1,4 +1,4 @@
-// The forward kernels of the softmax of rows.
+// The forward kernels of the softmax over rows.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_FORWARD_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_FORWARD_CUH_
@@ -14,12 +14,12 @@ struct SoftmaxForwardParams {
   RowsParams rows;
   SoftmaxMask mask;
   RowDivisor heads;
-  // So many matrices share a mask. They are worked on by chunks of 2^log2_chunk_rows rows, one
-  // after the other: a chunk of the mask is then read from memory once, and those of x in its
-  // order.
+  // This many matrices share a mask. They are processed in chunks of 2^log2_chunk_rows rows, one
+  // chunk after another: a chunk of the mask is then read from memory once, and those of x in the
+  // same order.
   uint32_t num_sharing;
   int log2_chunk_rows;
-  RowDivisor chunk_rows, sharing_rows;  // Of all these matrices, in a chunk and in all.
+  RowDivisor chunk_rows, sharing_rows;  // Rows of all these matrices, per chunk and in total.
   ScoreScale scale;
   const void* x;
   const float* offset;
@@ -28,17 +28,18 @@ struct SoftmaxForwardParams {
   float* offset_probability;
 };
 
-// Of a multiprocessor, for MinBlocks.
+// Threads per SM, for MinBlocks.
 template <typename Element, typename Mask, int kVectors>
 constexpr int kForwardThreads = kIsMaskShort<Element, Mask> && kVectors <= 4 ? 1024 : 512;
 
-// Subtracted from scores; finite for a row that sees nothing, or -inf - -inf would make NaN.
+// The value subtracted from scores; finite if no score is visible, because -inf - -inf would be
+// NaN.
 __device__ __forceinline__ float Reference(float largest) {
   return largest == -INFINITY ? 0.0f : largest;
 }
 
-// A score's exponential relative to a reference. Also the factor from those that are relative to
-// the score to those that are relative to the reference.
+// A score's exponential relative to a reference. Also the factor that converts exponentials
+// relative to the score to exponentials relative to the reference.
 __device__ __forceinline__ float RelativeExp(float score, float reference, float after) {
   return Exp2((score - reference) * after);
 }
@@ -48,7 +49,8 @@ struct ExpSum {
   float largest, sum;
 };
 
-// From what the threads of a warp have, relative to their largest score, to that of the row.
+// Reduces the sums of a warp's threads, relative to the warp's largest score, to the sum of the
+// row.
 template <int kThreads>
 __device__ __forceinline__ ExpSum SumOfRow(ExpSum own, float after) {
   own.sum = ReduceInWarp<kThreads>(own.sum, SumOp{});
@@ -79,13 +81,13 @@ __device__ __forceinline__ RowPlace FindRow(const SoftmaxForwardParams& params, 
   return place;
 }
 
-// What a thread has of a row, before it is scores: vectors of x, and their mask.
+// A thread's inputs of a row: vectors of x, and their mask.
 template <typename Element, typename Mask, int kVectors>
 struct RowInputs {
   uint32_t x[kVectors][4];
   uint32_t mask[kVectors][kHasMask<Mask> ? kVectorSize<Element> * sizeof(Mask) / 4 : 1];
 
-  // Vectors first, first + kThreads, ...
+  // Loads vectors first, first + kThreads, ...
   template <int kThreads, Caching kCaching>
   __device__ __forceinline__ void Load(const SoftmaxForwardParams& params,
                                        const Row<kVectorSize<Element>>& row,
@@ -95,8 +97,9 @@ struct RowInputs {
   }
 };
 
-// Their scores before ScoreScale::after; -inf where hidden, and where no column is visible, -inf or
-// nothing: both loops spill with the other's choice. Returns the largest, or `largest`.
+// Computes scores before ScoreScale::after, with -inf where they are hidden. Vectors without
+// visible columns are filled with -inf or left alone: each of the two loops that call this spills
+// with the other choice. Returns the largest score, or `largest`.
 template <typename Element, typename Mask, int kThreads, bool kFillsHidden, int kVectors>
 __device__ __forceinline__ float MakeScores(const SoftmaxForwardParams& params,
                                             const Row<kVectorSize<Element>>& row, int first,
@@ -136,7 +139,7 @@ __device__ __forceinline__ float MakeScores(const SoftmaxForwardParams& params,
   return largest;
 }
 
-// What a row's exponentials are multiplied with. `sum` is their sum, without the offset's.
+// The factor of a row's exponentials. `sum` is their sum, without that of the offset.
 __device__ __forceinline__ float FinishRow(const SoftmaxForwardParams& params,
                                            const RowPlace& place, float offset, float reference,
                                            float sum, bool is_writer) {
@@ -158,26 +161,26 @@ __global__ void __launch_bounds__(BlockThreads(kThreads),
                                   MinBlocks(kThreads, kForwardThreads<Element, Mask, kVectors>))
     SoftmaxForwardKernel(const __grid_constant__ SoftmaxForwardParams params) {
   constexpr int kSize = kVectorSize<Element>;
-  // Other rows may need the mask again: it shall stay in L2.
+  // Other rows may read the same mask: it should stay in L2.
   constexpr Caching kCaching = kHasMask<Mask> ? Caching::kFirstOut : Caching::kPlain;
   const int thread = threadIdx.x % kThreads;
   const RowPlace place = FindRow<kThreads>(params, kHasMask<Mask>);
   const Row<kSize> row = GetRow<kSize, kIsWhole>(params.rows, place.is_active, place.row, place.q);
   const MaskRow<Mask> mask = GetMaskRow<Mask, kIsWhole>(params.mask, place, row);
   const float offset = GetOffset(params, place);
-  // With a mask there are no registers for another begin than the row's.
+  // With a mask, there are no registers for a first vector other than the row's.
   const int first = kHasMask<Mask> ? thread : row.touched.begin + thread;
 
   RowInputs<Element, Mask, kVectors> inputs;
   inputs.template Load<kThreads, kCaching>(params, row, mask, first);
-  // While these are on their way.
+  // Overlaps with the loads.
   Element* y = static_cast<Element*>(params.y);
   StoreHidden<Element, kThreads, kCaching>(y, row, thread);
-  float x[kVectors][kSize];  // Scores, then their exponentials.
+  float x[kVectors][kSize];  // Scores, later their exponentials.
   float largest = MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/false>(params, row, first,
                                                                               inputs, offset, x);
-  // Each warp takes exponentials relative to its own largest score: all of them are known only
-  // after a barrier, and one is enough.
+  // Each warp takes exponentials relative to its own largest score: the largest score of the row is
+  // known only after a barrier, and this way one barrier is enough.
   largest = ReduceInWarp<kThreads>(largest, MaxOp{});
   const float warp_reference = Reference(largest);
 
@@ -214,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
 
   Element* y = static_cast<Element*>(params.y);
   StoreHidden<Element, kThreads, Caching::kFirstOut>(y, row, thread);
-  float largest = -INFINITY, sum = 0.0f;  // Of this thread's columns so far.
+  float largest = -INFINITY, sum = 0.0f;  // They cover this thread's columns so far.
   RowInputs<Element, Mask, kChunkVectors> inputs;
   float x[kChunkVectors][kSize];
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
@@ -236,7 +239,8 @@ __global__ void __launch_bounds__(kThreads, MinBlocks(kThreads, 512))
   const float reference = Reference(total.largest);
   const float inverse =
       FinishRow(params, place, offset, reference, total.sum, place.is_active && thread == 0);
-  // Each thread reads again what it writes, and all have read once: right in place, too.
+  // Each thread reads again only what it then writes, and all threads have finished the first pass:
+  // this is correct in place, too.
   for (int chunk = row.touched.begin; chunk < row.touched.end; chunk += kStep) {
     inputs.template Load<kThreads, Caching::kFirstOut>(params, row, mask, chunk + thread);
     MakeScores<Element, Mask, kThreads, /*kFillsHidden=*/true>(params, row, chunk + thread, inputs,

@@ -1,4 +1,4 @@
-// The softmax kernels of one element type: JAX_MAGI_VARIANT.
+// The softmax kernels of one element type, JAX_MAGI_VARIANT.
 
 #include <algorithm>
 #include <limits>
@@ -20,7 +20,7 @@ using ElementOf =
 
 RowsParams GetRowsParams(const SoftmaxShape& shape) {
   const Slice band = shape.band();
-  // Whether some row sees less than all columns.
+  // Whether some row sees fewer than all columns.
   const bool is_banded = band.lo > -shape.q_len + 1 || band.hi < shape.k_len - 1;
   return {static_cast<uint32_t>(shape.num_rows()),
           RowDivisor(static_cast<uint32_t>(shape.q_len)),
@@ -30,15 +30,17 @@ RowsParams GetRowsParams(const SoftmaxShape& shape) {
           is_banded};
 }
 
-// The most vectors that cover so many elements, wherever they begin: as a row, or as part of one.
+// The maximum number of vectors that cover this many elements at any alignment, as a whole row or
+// as a part of one.
 template <typename Element>
 int64_t MaxVectors(int64_t length, bool is_row) {
   constexpr int kSize = kVectorSize<Element>;
   return is_row && length % kSize == 0 ? length / kSize : (length + 2 * kSize - 2) / kSize;
 }
 
-// The most that the threads of a row have to hold: what it sees; but each shall have few others to
-// fill with zeros. With a mask, all.
+// The maximum number of vectors that the threads of a row hold: the visible ones, but at least half
+// of the row, so that each thread has few other vectors to fill with zeros. With a mask, all
+// vectors.
 template <typename Element>
 int64_t MaxVectors(const RowsParams& rows, bool has_mask) {
   const int64_t all = MaxVectors<Element>(rows.k_len, /*is_row=*/true);
@@ -57,7 +59,7 @@ Status Launch(void (*kernel)(Params), const Params& params, int threads_per_row,
   return {};
 }
 
-// How a row is spread: over so many threads, with so many vectors each.
+// How a row is distributed: the number of threads, and of vectors per thread.
 template <int kThreads_, int kVectors_>
 struct Spread {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_;
@@ -66,9 +68,9 @@ struct Spread {
 template <typename... kSpreads>
 struct SpreadList {};
 
-// A warp a row where it can be: its reductions need no barrier. Beyond, four vectors a thread, as
-// more threads hide each other's barriers; but eight where two arrays are read, or a mask that is
-// longer than x.
+// One warp per row if possible, because its reductions need no barrier. For longer rows, four
+// vectors per thread, because more threads hide each other's barriers; but eight if two arrays are
+// read, or a mask that is longer than x.
 using Spreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>, Spread<32, 8>,
                            Spread<128, 4>, Spread<128, 8>, Spread<256, 8>>;
 using ShortSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spread<32, 4>,
@@ -77,7 +79,7 @@ using ShortSpreads = SpreadList<Spread<8, 1>, Spread<32, 1>, Spread<32, 2>, Spre
 template <typename Element, typename Mask>
 using ForwardSpreads = std::conditional_t<kIsMaskShort<Element, Mask>, ShortSpreads, Spreads>;
 
-// Calls `launch` with the first spread that holds a row; with no vectors if none does.
+// Calls `launch` with the first spread that holds a row, or with 0 vectors if none does.
 template <typename LaunchFn, typename First, typename... Rest>
 Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchFn& launch) {
   if (num_vectors <= First::kThreads * First::kVectors) return launch(First{});
@@ -88,7 +90,7 @@ Status WithSpread(SpreadList<First, Rest...>, int64_t num_vectors, const LaunchF
   }
 }
 
-// Whether all rows, and those of the mask, are vectors of x that begin where a vector does.
+// Whether all rows of x and of the mask consist of whole vectors of x.
 template <typename Element>
 bool AreRowsWhole(const RowsParams& rows, const SoftmaxMask& mask) {
   const auto is_whole = [](int64_t stride) { return stride % kVectorSize<Element> == 0; };
@@ -97,8 +99,8 @@ bool AreRowsWhole(const RowsParams& rows, const SoftmaxMask& mask) {
                                           is_whole(mask.head_stride) && is_whole(mask.row_stride));
 }
 
-// As many rows as L2 can keep of a mask beside what streams through it, so that few rows far apart
-// in memory are at work at a time. They divide the matrix.
+// The number of rows of a mask that L2 can keep next to the data that streams through it, so that
+// few rows that are far apart in memory are processed at a time. It divides the number of rows.
 int Log2ChunkRows(const SoftmaxMask& mask, int64_t q_len) {
   constexpr int64_t kChunkBytes = 8 << 20;
   const int64_t row_bytes =
@@ -140,7 +142,7 @@ Status SoftmaxVariant<kDType>::Forward(const SoftmaxForwardArgs& args, cudaStrea
   if (mask.kind != MaskKind::kNone && mask.head_stride == 0) {
     num_sharing = mask.batch_stride == 0 ? shape.batch * shape.heads : shape.heads;
   }
-  // Where nothing is shared, one row: no thread has to divide.
+  // If nothing is shared, one row: no thread has to divide.
   const int log2_chunk_rows = num_sharing == 1 ? 0 : Log2ChunkRows(mask, shape.q_len);
   ScoreScale scale = GetScoreScale(args);
   scale.after = std::min(scale.after * kLog2E, std::numeric_limits<float>::max());

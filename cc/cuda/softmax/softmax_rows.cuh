@@ -1,9 +1,9 @@
-// Rows of a softmax and their threads: what forward and backward kernels share.
+// The rows of a softmax and their threads: what forward and backward kernels share.
 //
-// Both are bound by memory, so everything here is about reading each element once, in 16-byte
-// vectors, with many of them on their way at a time. kThreads threads own a row: part of a warp,
-// or a block. Each loads its kVectors vectors before it uses any, and keeps them in registers: of
-// what is visible of the row. Rows too long for that are read twice, in chunks.
+// Both are memory-bound, so the aim is to read each element once, in 16-byte vectors, with many
+// loads in flight. kThreads threads own a row: a part of a warp, or a CTA. Each thread loads all of
+// its kVectors vectors, of the visible part of the row, before it uses any, and keeps them in
+// registers. Rows that are too long for this are read twice, in chunks.
 
 #ifndef JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_ROWS_CUH_
 #define JAX_MAGI_CUDA_SOFTMAX_SOFTMAX_ROWS_CUH_
@@ -13,7 +13,7 @@
 
 namespace jax_magi::cuda {
 
-// What both passes know of the rows.
+// The parameters of the rows in both passes.
 struct RowsParams {
   uint32_t num_rows;
   RowDivisor q_len;
@@ -23,8 +23,8 @@ struct RowsParams {
   bool is_banded;
 };
 
-// A row a block of threads, if it takes a warp: all of them then know the row by the block's
-// number, and none waits for another row's.
+// A CTA has one row, if a row takes a warp or more: all threads then know the row from the index of
+// the CTA, and no thread waits for another row.
 constexpr int BlockThreads(int threads_per_row) {
   return threads_per_row < 32 ? 128 : threads_per_row;
 }
@@ -32,13 +32,13 @@ constexpr int RowsPerBlock(int threads_per_row) {
   return BlockThreads(threads_per_row) / threads_per_row;
 }
 
-// At least so many blocks share a multiprocessor. With fewer, too little memory traffic is on its
-// way while others compute; with more, there would be too few registers.
+// Minimum number of CTAs per SM. With fewer, too little memory traffic is in flight while others
+// compute; with more, there would be too few registers.
 constexpr int MinBlocks(int threads_per_row, int num_threads) {
   return num_threads / BlockThreads(threads_per_row);
 }
 
-// A chunk of a long row is so many vectors a thread.
+// Vectors per thread in a chunk of a long row.
 constexpr int kChunkVectors = 4;
 
 template <int kThreads>
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t RowIndex() {
   return kRows == 1 ? blockIdx.x : blockIdx.x * kRows + threadIdx.x / kThreads;
 }
 
-// Whether there is such a row. There are as many blocks as it takes.
+// Whether this row exists. The grid has no more CTAs than needed.
 template <int kThreads>
 __device__ __forceinline__ bool IsActive(const RowsParams& params, uint32_t index) {
   return RowsPerBlock(kThreads) == 1 || index < params.num_rows;
@@ -71,7 +71,7 @@ struct SumOp {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
-// Over the warp's threads of the row: the same in all of them.
+// Reduces over the threads of the row in this warp. All of them get the result.
 template <int kThreads, typename Op>
 __device__ __forceinline__ float ReduceInWarp(float x, Op op) {
 #pragma unroll
@@ -81,8 +81,8 @@ __device__ __forceinline__ float ReduceInWarp(float x, Op op) {
   return x;
 }
 
-// Each warp gives an x, and thread i of a warp takes that of warp i of its row, modulo their
-// number. A block calls this once: it does not wait until all have taken theirs.
+// Each warp provides an x, and thread i of a warp gets that of warp i of its row, modulo their
+// number. A CTA may call this only once: it does not wait until all threads have read.
 template <int kThreads, typename T>
 __device__ __forceinline__ T ExchangeByWarps(const T& x) {
   static_assert(RowsPerBlock(kThreads) == 1);
@@ -93,7 +93,7 @@ __device__ __forceinline__ T ExchangeByWarps(const T& x) {
   return partial[threadIdx.x % kWarps];
 }
 
-// The sum over all threads of the row, in each.
+// The sum over all threads of the row, returned to each of them.
 template <int kThreads>
 __device__ __forceinline__ float SumOfRow(float x) {
   x = ReduceInWarp<kThreads>(x, SumOp{});
