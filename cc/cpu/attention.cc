@@ -11,13 +11,14 @@
 namespace jax_magi::cpu {
 namespace {
 
-// Of memory for partial dq: with many threads and few heads they would outgrow everything else.
+// Limits the memory for partial dq: with many threads and few heads it would exceed all other
+// memory.
 constexpr int64_t kMaxExtraBytes = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Batch rows and kv heads whose key tiles one task takes one after the other: those that add to the
-// same elements of dbias.
+// The batch elements and kv heads whose key tiles one task processes one after another, because
+// they add to the same elements of dbias.
 struct Team {
   int64_t num_batch = 1, num_heads = 1;
 };
@@ -58,8 +59,8 @@ bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for) 
 
   const bool done =
       parallel_for(num_heads * num_tiles, ForwardScratch(shape), [&](int64_t task, float* scratch) {
-        // Last rows first: under a causal mask they are the heaviest. Heads vary fastest, so that
-        // the query heads of one kv head run together.
+        // The last rows come first: under a causal mask they are the heaviest. Heads vary fastest,
+        // so that the query heads of one kv head run together.
         const int64_t q_tile = num_tiles - 1 - task / num_heads;
         const int64_t head = task % num_heads;
         kernels.forward(args, head / shape.num_q_heads, head % shape.num_q_heads, q_tile, scratch,
@@ -97,9 +98,9 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
   std::fill_n(args.dslopes, num_slopes, 0.0f);
   if (num_heads == 0 || num_tiles == 0) return true;
 
-  // Key tiles of one head add to the same dq. One task takes them all, in order, so the sum is the
-  // same every time; where teams of heads are fewer than threads, several tasks share a team's key
-  // tiles, each with a dq of its own.
+  // Key tiles of one head add to the same dq. One task processes all of them in order, so that the
+  // sum is reproducible. If there are fewer teams than threads, several tasks share a team's key
+  // tiles, and each task has a separate dq.
   const Team team = TeamOf(args);
   const int64_t head_teams = shape.num_kv_heads / team.num_heads;
   const int64_t num_teams = shape.batch / team.num_batch * head_teams;
@@ -120,7 +121,7 @@ bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
         const int64_t first_batch = task % num_teams / head_teams * team.num_batch;
         const int64_t first_head = task % head_teams * team.num_heads;
         float* dq = split == 0 ? dq_sum : extra_dq.get() + (split - 1) * dq_size;
-        // Every num_splits-th tile: a causal mask gives all tasks the same work.
+        // Every num_splits-th tile, so that tasks have equal work under a causal mask.
         for (int64_t k_tile = split; k_tile < num_tiles; k_tile += num_splits) {
           for (int64_t b = 0; b < team.num_batch; ++b) {
             for (int64_t h = 0; h < team.num_heads; ++h) {

@@ -8,10 +8,10 @@
 
 namespace jax_magi::cpu {
 
-// A head of a sum of dq over several calls is [q_len, head_dim].
+// The head of a sum of dq over several calls is [q_len, head_dim].
 inline int64_t DqSumWords(const AttentionShape& shape) { return shape.q_len * shape.head_dim; }
 
-// Both return false if memory ran out.
+// Both return false if memory runs out.
 bool AttentionForward(const ForwardArgs& args, const ParallelFor& parallel_for);
 bool AttentionBackward(const BackwardArgs& args, int64_t num_threads,
                        const ParallelFor& parallel_for);

@@ -1,4 +1,4 @@
-// How CPU kernels ask for threads.
+// How CPU kernels request threads.
 
 #ifndef JAX_MAGI_CPU_PARALLEL_FOR_H_
 #define JAX_MAGI_CPU_PARALLEL_FOR_H_

@@ -12,11 +12,11 @@ namespace {
 
 constexpr float kInf = __builtin_inff();
 
-// What of a row is visible, and where it is.
+// The position of a row, and its visible columns.
 struct RowPlace {
   int64_t batch, head, q;
-  int64_t begin, length;  // Columns.
-  int64_t first;          // Of the row in its array.
+  int64_t begin, length;  // The visible columns.
+  int64_t first;          // Index of the row's first element in its array.
 };
 
 RowPlace FindRow(const SoftmaxShape& shape, int64_t row) {
@@ -51,7 +51,7 @@ void ToFloats(const T* __restrict src, int64_t length, float factor, float* __re
   for (int64_t i = 0; i < length; ++i) dst[i] = ToFloat(src[i]) * factor;
 }
 
-// Zeros outside the visible columns, floats times `factor` in them.
+// Writes zeros outside the visible columns, and `values` times `factor` inside.
 template <typename T>
 void WriteRow(const RowPlace& place, int64_t k_len, const float* __restrict values, float factor,
               T* __restrict row) {
@@ -113,7 +113,7 @@ void Forward(const SoftmaxForwardArgs& args, int64_t row, float* scores) {
   Vec max = Broadcast(offset);
   for (int64_t i = 0; i < padded; i += kLanes) max = Max(max, Load(scores + i));
   const float largest = MaxLane(max);
-  // A row that sees nothing: subtract 0, or -inf - -inf would make NaN.
+  // For a fully masked row, subtract 0, because -inf - -inf would be NaN.
   const float reference = largest == -kInf ? 0.0f : largest;
   Vec sums{};
   for (int64_t i = 0; i < padded; i += kLanes) {

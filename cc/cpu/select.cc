@@ -1,4 +1,4 @@
-// Chooses among the instruction-set variants of tile_kernels.cc and row_kernels.cc. CMakeLists.txt
+// Selects among the instruction-set variants of tile_kernels.cc and row_kernels.cc. CMakeLists.txt
 // lists the same variants with their compiler flags.
 
 #include "cc/cpu/select.h"
@@ -19,7 +19,7 @@ extern const RowKernels kAvx2RowKernels, kAvx512RowKernels;
 
 namespace {
 
-// The variants of a table, narrowest first.
+// The variants of a table, the narrowest first.
 #if defined(__x86_64__)
 #define JAX_MAGI_VARIANTS(kernels) {&kBaseline##kernels, &kAvx2##kernels, &kAvx512##kernels}
 const char* const kNames[] = {"baseline", "avx2", "avx512"};
@@ -28,7 +28,7 @@ const char* const kNames[] = {"baseline", "avx2", "avx512"};
 const char* const kNames[] = {"baseline"};
 #endif
 
-// Its place among the variants.
+// The index of the widest variant that this processor supports.
 int WidestVariant() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,4 +1,4 @@
-// Which instruction sets the CPU kernels are built for, for those who ask what a build has.
+// The instruction sets that the CPU kernels are built for, to report what a build contains.
 
 #ifndef JAX_MAGI_CPU_SELECT_H_
 #define JAX_MAGI_CPU_SELECT_H_
@@ -8,7 +8,7 @@
 
 namespace jax_magi::cpu {
 
-// Narrowest first. This processor runs all up to the one that SelectedInstructionSet names.
+// The narrowest first. This processor supports all up to the one that SelectedInstructionSet names.
 std::vector<std::string> InstructionSets();
 std::string SelectedInstructionSet();
 

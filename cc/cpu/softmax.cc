@@ -7,7 +7,7 @@
 namespace jax_magi::cpu {
 namespace {
 
-// Of one task: enough that taking it from the counter costs nothing beside it.
+// Rows per task: enough that fetching a task from the counter costs nothing in comparison.
 constexpr int64_t kTaskElements = 1 << 15;
 
 template <typename Args>

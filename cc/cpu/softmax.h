@@ -8,7 +8,7 @@
 
 namespace jax_magi::cpu {
 
-// Both return false if memory ran out.
+// Both return false if memory runs out.
 bool SoftmaxForward(const SoftmaxForwardArgs& args, const ParallelFor& parallel_for);
 bool SoftmaxBackward(const SoftmaxBackwardArgs& args, const ParallelFor& parallel_for);
 

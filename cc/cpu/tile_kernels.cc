@@ -40,8 +40,8 @@ int64_t RowOffset(int64_t batch, int64_t length, int64_t row, int64_t heads, int
   return ((batch * length + row) * heads + head) * dim;
 }
 
-// Sets scores[key][row] to `value` where the slice hides the pair. Tile rows are `rows_begin` and
-// up, kept to [0, num_rows); keys are `keys` counted from `keys_begin`.
+// Sets scores[key][row] to `value` where the slice hides the pair. The tile's rows begin at
+// `rows_begin`, and are limited to [0, num_rows); `keys` are counted from `keys_begin`.
 void Hide(const Slice& s, int32_t rows_begin, int num_rows, int32_t keys_begin, Range keys,
           float value, float* scores) {
   for (int key = keys.begin; key < keys.end; ++key) {
@@ -58,12 +58,12 @@ void Hide(const Slice& s, int32_t rows_begin, int num_rows, int32_t keys_begin, 
 
 // --- Forward ---
 
-// Running softmax of one query tile, a float per row.
+// The running softmax of one query tile, one float per row.
 struct RowState {
   float *max, *sum, *max_logit, *correction;
 };
 
-// Turns scores[key][row] of visible logits (hidden: -inf) into probabilities under the running
+// Turns scores[key][row], with hidden logits -inf, into probabilities relative to the running
 // maximum, and updates the running statistics.
 void OnlineSoftmax(int num_keys, int row_begin, int row_end, float softcap, float* scores,
                    const RowState& state) {
@@ -72,13 +72,13 @@ void OnlineSoftmax(int num_keys, int row_begin, int row_end, float softcap, floa
     Vec max = Broadcast(-kInf);
     for (int key = 0; key < num_keys; ++key) max = Max(Load(scores + key * kTile + row), max);
     Store(state.max_logit + row, Max(max, Load(state.max_logit + row)));
-    // tanh is monotonic: the largest capped logit is the cap of the largest.
+    // tanh is monotonic: the largest capped logit is the cap of the largest logit.
     if (softcap != 0.0f) {
       max = Select(max == -kInf, max, softcap * Tanh(max * inverse_cap));
     }
     const Vec old_max = Load(state.max + row);
     const Vec new_max = Max(max, old_max);
-    // A row that has seen nothing: subtract 0, or -inf - -inf would make NaN.
+    // If a row has not seen any key yet, subtract 0, because -inf - -inf would be NaN.
     const Vec reference = Select(new_max == -kInf, Vec{}, new_max);
     const Vec correction = Exp(old_max - reference);
     Vec sum = Load(state.sum + row) * correction;
@@ -108,7 +108,7 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
   const int num_rows = static_cast<int>(Min(shape.q_len - q_begin, kTile));
 
   Scratch scratch{memory};
-  float* rows = scratch.Take(kTile * dim_pad);  // Rows as loaded, before their transpose.
+  float* rows = scratch.Take(kTile * dim_pad);  // Rows as loaded, before they are transposed.
   float* q_t = scratch.Take(dim_pad * kTile);
   float* k_t = scratch.Take(dim_pad * kTile);
   float* v = scratch.Take(kTile * value_pad);
@@ -124,8 +124,8 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
            dim_pad);
   Transpose(kTile, dim, rows, dim_pad, q_t, kTile);
 
-  // A row begins with the sink; or with what calls over other keys left, which is as one more key
-  // whose logit is their lse and whose value is their output.
+  // A row begins with the sink, or with the results of earlier calls over other keys. These act
+  // like one more key, whose logit is their lse and whose value is their output.
   const int64_t first_row =
       RowOffset(batch, shape.q_len, q_begin, shape.num_q_heads, head, /*dim=*/1);
   const float sink = args.sink[batch * shape.num_q_heads + head];
@@ -155,7 +155,7 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
     if (tile_rows.begin >= tile_rows.end) continue;
     const Range touched = TouchedKeys(slice, tile_rows);
     const Range clean = CleanKeys(slice, tile_rows);
-    // The vectors that hold the slice's rows; the rest of the tile is left alone.
+    // The vectors that hold the slice's rows; the rest of the tile stays unchanged.
     const int row_begin = RoundDown(tile_rows.begin - q_begin, kBlockCols);
     const int row_end = RoundUp(tile_rows.end - q_begin, kBlockCols);
     const bool whole_vectors =
@@ -210,7 +210,7 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
                static_cast<T*>(args.out) + head_row * value_dim);
     }
     args.lse[head_row] = sum == 0.0f ? -kInf : state.max[row] + std::log(sum);
-    // The maximum skips NaN; the sum does not. A NaN logit must not look like a healthy head.
+    // The maximum skips NaN, but the sum does not. A NaN logit must not look like a healthy head.
     const float logit = std::isnan(sum) ? sum : state.max_logit[row];
     if (!std::isnan(largest) && !(largest >= logit)) largest = logit;
   }
@@ -219,13 +219,13 @@ void Forward(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_til
 
 // --- Backward ---
 
-// From scores[key][row] = scaled logits and dscores[key][row] = dP, in place: P and
+// Turns scores[key][row] = scaled logits and dscores[key][row] = dP, in place, into P and
 // dS = P (dP - delta), the latter with respect to the scaled logits before the cap.
 void SoftmaxGradient(Range keys, int num_rows, float softcap, const float* lse, const float* delta,
                      float* scores, float* dscores) {
   const Vec inverse_cap = Broadcast(softcap != 0.0f ? 1.0f / softcap : 0.0f);
   for (int row = 0; row < num_rows; row += kLanes) {
-    // A row that saw nothing: subtract 0, or -inf - -inf would make NaN where a bias is -inf.
+    // For a fully masked row, subtract 0, because -inf - -inf would be NaN where a bias is -inf.
     const Vec loaded = Load(lse + row);
     const Vec row_lse = Select(loaded == -kInf, Vec{}, loaded);
     const Vec row_delta = Load(delta + row);
@@ -239,8 +239,8 @@ void SoftmaxGradient(Range keys, int num_rows, float softcap, const float* lse, 
         logit = Select(logit == -kInf, logit, softcap * t);
         slope = 1.0f - t * t;
       }
-      // A hidden pair's logit may exceed lse by any amount; it is zeroed afterwards, but must not
-      // leave the range of Exp.
+      // A hidden pair's logit may exceed lse by any amount; its probability is zeroed afterwards,
+      // but the exponent must stay in the range of Exp.
       const Vec p = Exp(Min(Broadcast(80.0f), logit - row_lse));  // Keeps NaN.
       Store(s, p);
       Store(ds, p * (Load(ds) - row_delta) * slope);
@@ -279,7 +279,7 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
 
   const int64_t k_row = RowOffset(batch, shape.k_len, k_begin, shape.num_kv_heads, kv_head, 1);
   const int64_t k_heads = shape.num_kv_heads;
-  // dout serves as the stage for v: it is not needed before the first query tile.
+  // v is staged in the buffer of dout, which is not needed before the first query tile.
   LoadRows(static_cast<const T*>(args.v) + k_row * value_dim, k_heads * value_dim, num_keys,
            value_dim, kTile, 1.0f, dout, value_pad);
   Transpose(kTile, value_dim, dout, value_pad, v_t, kTile);
@@ -296,7 +296,8 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
     if (slice_keys.begin >= slice_keys.end || slice.q_begin >= slice.q_end) continue;
     const Range touched = TouchedRows(slice, slice_keys);
     const Range clean = CleanRows(slice, slice_keys);
-    // Whole blocks of keys; the first and last may reach past the slice, and are hidden there.
+    // Whole blocks of keys; the first and last block may extend past the slice, and are masked
+    // there.
     const Range keys{RoundDown(slice_keys.begin - k_begin, kBlockRows),
                      RoundUp(slice_keys.end - k_begin, kBlockRows)};
     const bool whole_blocks =
@@ -324,7 +325,7 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
                       scores + keys.begin * kTile, kTile);
         MatMul<false>(block_keys, block_rows, value_dim, v_t + keys.begin, kTile, dout_t, kTile,
                       dscores + keys.begin * kTile, kTile);
-        // Without the keys that only fill a block.
+        // Excludes the keys that only fill a block.
         const TilePlace place{
             batch, head, row, k_begin + keys.begin, num_rows, Min(keys.end, num_keys) - keys.begin};
         if (args.bias != nullptr || args.alibi_slopes != nullptr) {
@@ -353,7 +354,7 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
           dslopes[batch * shape.num_q_heads + head] +=
               AlibiGradient(place, transposed + keys.begin);
         }
-        // Only the slice's own keys: 0 times a NaN that the mask hides would be NaN.
+        // Only the slice's own keys, because 0 times a NaN of a hidden key would be NaN.
         const int first_key = slice_keys.begin - k_begin;
         MatMul<false>(block_rows, dim_pad, slice_keys.end - slice_keys.begin,
                       dscores + first_key * kTile, kTile, k + first_key * dim_pad, dim_pad, dq_tile,
@@ -379,7 +380,7 @@ void Backward(const BackwardArgs& args, int64_t batch, int64_t kv_head, int64_t 
   }
 }
 
-// --- Choice of element type ---
+// --- Selection by element type ---
 
 void ForwardAnyType(const ForwardArgs& args, int64_t batch, int64_t head, int64_t q_tile,
                     float* scratch, float* tile_max) {

@@ -1,6 +1,6 @@
-// Float32 tile arithmetic: matrix product, transpose, and moving rows in and out of memory.
+// Float32 tile arithmetic: matrix product, transpose, and copies of rows from and to memory.
 //
-// Internal linkage throughout, as in vector.h.
+// Everything has internal linkage, as in vector.h.
 
 #ifndef JAX_MAGI_CPU_TILE_OPS_H_
 #define JAX_MAGI_CPU_TILE_OPS_H_
@@ -26,8 +26,8 @@ JAX_MAGI_INLINE int RoundUp(int x, int step) { return (x + step - 1) / step * st
 
 // C[row][col] = (kAccumulate ? C : 0) + sum over `depth` of A[i][row] * B[i][col].
 //
-// A is stored depth-major, so that both operands are read along memory. `cols` is a multiple of
-// kBlockCols; rows are rounded up to kBlockRows, so A and C hold that many.
+// A is stored depth-major, so that both operands are read contiguously. `cols` must be a multiple
+// of kBlockCols; rows are rounded up to kBlockRows, so A and C must hold that many.
 template <bool kAccumulate>
 void MatMul(int rows, int cols, int depth, const float* __restrict a, int64_t lda,
             const float* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc) {
@@ -61,7 +61,8 @@ void MatMul(int rows, int cols, int depth, const float* __restrict a, int64_t ld
   }
 }
 
-// dst[col][row] = src[row][col]. Both counts are rounded up to 4, so both buffers hold that many.
+// dst[col][row] = src[row][col]. Both counts are rounded up to 4, so both buffers must hold that
+// many.
 void Transpose(int rows, int cols, const float* __restrict src, int64_t ld_src,
                float* __restrict dst, int64_t ld_dst) {
   typedef float Vec4 __attribute__((vector_size(16)));

@@ -1,6 +1,6 @@
-// What a tile of logits has besides q k^T: bias and ALiBi, and their gradients.
+// The terms of a tile of logits besides q k^T, bias and ALiBi, and their gradients.
 //
-// Internal linkage throughout, as in vector.h.
+// Everything has internal linkage, as in vector.h.
 
 #ifndef JAX_MAGI_CPU_TILE_TERMS_H_
 #define JAX_MAGI_CPU_TILE_TERMS_H_
@@ -12,7 +12,7 @@
 namespace jax_magi::cpu {
 namespace {
 
-// A tile of the score matrix, inside the arrays: `row` and `key` are its first ones.
+// A tile of the score matrix, inside the arrays: `row` and `key` are its first row and key.
 struct TilePlace {
   int64_t batch, head;
   int32_t row, key;
@@ -67,7 +67,7 @@ void AddAlibi(float slope, const TilePlace& place, float* scores) {
   }
 }
 
-// Adds what the call has of both. T is the type of q.
+// Adds both terms, if the call has them. T is the type of q.
 template <typename T, typename Args>
 void AddTerms(const Args& args, const TilePlace& place, float* memory, float* scores) {
   if (args.bias != nullptr) {
@@ -82,7 +82,7 @@ void AddTerms(const Args& args, const TilePlace& place, float* memory, float* sc
   }
 }
 
-// Adds dscores[row][key] to the bias's gradient.
+// Adds dscores[row][key] to the gradient of the bias.
 void AddBiasGradient(const BiasLayout& layout, const TilePlace& place, const float* dscores,
                      float* dbias) {
   dbias += BiasOffset(layout, place);
@@ -93,7 +93,8 @@ void AddBiasGradient(const BiasLayout& layout, const TilePlace& place, const flo
   }
 }
 
-// The sum of dscores[row][key] * (key - row). In float64: terms of both signs nearly cancel.
+// The sum of dscores[row][key] * (key - row), in float64, because terms of both signs nearly
+// cancel.
 double AlibiGradient(const TilePlace& place, const float* dscores) {
   double sum = 0.0;
   for (int row = 0; row < place.num_rows; ++row) {

@@ -23,7 +23,7 @@ constexpr int kLanes = 4;
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 
-// A vector anywhere in memory. Through memcpy instead, gcc sends stores by way of scalar registers.
+// An unaligned vector in memory. With memcpy instead, gcc would store through scalar registers.
 typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 JAX_MAGI_INLINE Vec Load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
@@ -38,7 +38,7 @@ JAX_MAGI_INLINE Vec Select(IntVec mask, Vec yes, Vec no) {
 using jax_magi::Max;
 using jax_magi::Min;
 
-// NaN in `a` is dropped, NaN in `b` kept.
+// NaN in `a` is dropped, NaN in `b` is kept.
 JAX_MAGI_INLINE Vec Max(Vec a, Vec b) { return Select(a > b, a, b); }
 JAX_MAGI_INLINE Vec Min(Vec a, Vec b) { return Select(a < b, a, b); }
 JAX_MAGI_INLINE Vec Abs(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
@@ -60,7 +60,7 @@ JAX_MAGI_INLINE Vec Exp(Vec x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const Vec scaled = (Vec)((IntVec)p + ((IntVec)shifted << 23));
-  // A NaN's own bits would take part in the addition above.
+  // Otherwise the NaN's own bits would take part in the addition above.
   return Select(x != x, x, Select(x < -87.0f, Vec{}, scaled));
 }
 
