@@ -1,5 +1,5 @@
-// Operands, results and attributes of the attention ops, in order: the same on every device, where
-// only the context differs. cc/attention.h says what they mean.
+// Operands, results and attributes of the attention ops, in order. They are the same on every
+// device; only the context differs. cc/attention.h defines them.
 
 #ifndef JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
 #define JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
@@ -18,9 +18,9 @@ auto ForwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // v
       .template Arg<ffi::AnyBuffer>()  // slices
       .template Arg<ffi::AnyBuffer>()  // sink
-      .template Arg<ffi::AnyBuffer>()  // bias: without elements: none
-      .template Arg<ffi::AnyBuffer>()  // alibi_slopes: likewise
-      .template Arg<ffi::AnyBuffer>()  // tile_list: of AttentionNeeds; without elements: none
+      .template Arg<ffi::AnyBuffer>()  // bias; without elements: none
+      .template Arg<ffi::AnyBuffer>()  // alibi_slopes; without elements: none
+      .template Arg<ffi::AnyBuffer>()  // tile_list, see AttentionNeeds; without elements: none
       .RemainingArgs()                 // out, lse and max_logits to merge with, or nothing
       .template Ret<ffi::AnyBuffer>()  // out
       .template Ret<ffi::AnyBuffer>()  // lse
@@ -48,11 +48,11 @@ auto BackwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // alibi_slopes
       .template Arg<ffi::AnyBuffer>()  // tile_list
       .RemainingArgs()                 // a sum of dq to add to, or nothing
-      .template Ret<ffi::AnyBuffer>()  // dq, or that sum
+      .template Ret<ffi::AnyBuffer>()  // dq, or the sum of dq
       .template Ret<ffi::AnyBuffer>()  // dk
       .template Ret<ffi::AnyBuffer>()  // dv
-      .template Ret<ffi::AnyBuffer>()  // dbias: without elements: not wanted
-      .template Ret<ffi::AnyBuffer>()  // dslopes: likewise
+      .template Ret<ffi::AnyBuffer>()  // dbias; without elements: not requested
+      .template Ret<ffi::AnyBuffer>()  // dslopes; without elements: not requested
       .template Ret<ffi::AnyBuffer>()  // workspace
       .template Attr<float>("softmax_scale")
       .template Attr<float>("softcap")

@@ -4,7 +4,7 @@ namespace jax_magi {
 namespace ffi = xla::ffi;
 namespace {
 
-// Checks bias and slopes, and fills what a forward or backward call has of them.
+// Checks bias and slopes, and sets them in the arguments of a forward or backward call.
 template <typename Args>
 ffi::Error DecodeTerms(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer bias,
                        ffi::AnyBuffer alibi_slopes, Args* args) {
@@ -32,7 +32,7 @@ ffi::Error DecodeTerms(const char* context, ffi::AnyBuffer q, ffi::AnyBuffer bia
   return ffi::Error::Success();
 }
 
-// Of a call that goes on with the results of others.
+// Checks a call that continues with the results of others.
 template <typename Args>
 ffi::Error CheckNoTerms(const char* context, const Args& args) {
   const char* what = "is not taken together with running results";
@@ -41,7 +41,7 @@ ffi::Error CheckNoTerms(const char* context, const Args& args) {
   return ffi::Error::Success();
 }
 
-// Checks their gradients, where they are wanted.
+// Checks the gradients of the terms, if they are requested.
 ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
                                ffi::AnyBuffer alibi_slopes, ffi::AnyBuffer dbias,
                                ffi::AnyBuffer dslopes, BackwardArgs* args) {
@@ -67,7 +67,7 @@ ffi::Error DecodeTermGradients(const char* context, ffi::AnyBuffer bias,
   return ffi::Error::Success();
 }
 
-// Checks that what a call goes on with lies in the memory of its results: all but those that it
+// Checks that running results share the memory of the call's results, except those that the call
 // rounds from float32.
 ffi::Error CheckRunning(const char* context, ffi::RemainingArgs running,
                         std::initializer_list<NamedBuffer> results) {

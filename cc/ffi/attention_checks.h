@@ -1,6 +1,6 @@
 // Decoding shared by every device's attention handlers: operands to a checked AttentionShape.
 //
-// Python has checked what a user can get wrong. Here stands only what could corrupt memory.
+// Python has checked what a user can get wrong. This file checks only what could corrupt memory.
 
 #ifndef JAX_MAGI_FFI_ATTENTION_CHECKS_H_
 #define JAX_MAGI_FFI_ATTENTION_CHECKS_H_
@@ -11,8 +11,8 @@
 
 namespace jax_magi {
 
-// Fills `args` of a forward call, and checks all of it. `running` are out, lse and max_logits of
-// calls before it, in the memory of the results, or nothing.
+// Fills `args` of a forward call, and checks all of it. `running` holds out, lse and max_logits of
+// earlier calls, in the memory of the results, or nothing.
 xla::ffi::Error DecodeForward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                               xla::ffi::AnyBuffer slices, xla::ffi::AnyBuffer sink,
                               xla::ffi::AnyBuffer bias, xla::ffi::AnyBuffer alibi_slopes,
@@ -20,7 +20,7 @@ xla::ffi::Error DecodeForward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla:
                               xla::ffi::AnyBuffer lse, xla::ffi::AnyBuffer max_logits,
                               float softmax_scale, float softcap, ForwardArgs* args);
 
-// Whether they are lists of slices, however many.
+// Checks that these are lists of slices, of any length.
 xla::ffi::Error CheckSlices(const char* context, xla::ffi::AnyBuffer slices);
 
 // Fills `shape` from q, k, v and slices, and `dtype` from q.
@@ -28,8 +28,8 @@ xla::ffi::Error DecodeAttention(const char* context, xla::ffi::AnyBuffer q, xla:
                                 xla::ffi::AnyBuffer v, xla::ffi::AnyBuffer slices,
                                 AttentionShape* shape, DType* dtype);
 
-// Gradients are float32 or of q's type, all alike; but dq is float32 where it is summed in memory.
-// `running` is a sum of dq over several calls, in the memory of dq, or nothing.
+// Gradients are all float32 or all of q's type, except that dq is float32 if it is accumulated in
+// memory. `running` holds a sum of dq over several calls, in the memory of dq, or nothing.
 xla::ffi::Error DecodeBackward(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
                                xla::ffi::AnyBuffer dout, xla::ffi::AnyBuffer lse,
                                xla::ffi::AnyBuffer delta, xla::ffi::AnyBuffer slices,

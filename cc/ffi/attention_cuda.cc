@@ -16,7 +16,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Of a list of tiles, or what one is to be made by.
+// Checks the stamp of a tile list, or the stamp that a list is to be made for.
 ffi::Error CheckStamp(const std::string& context, int32_t stamp, int32_t expected) {
   if (stamp == expected) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(
@@ -25,7 +25,7 @@ ffi::Error CheckStamp(const std::string& context, int32_t stamp, int32_t expecte
       "); trace or export it again");
 }
 
-// Checks what only the GPU's kernels ask for, and makes the options of a launch.
+// Checks what only the GPU kernels require, and makes the launch options.
 ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, int num_dkv_parts,
                          ffi::AnyBuffer tile_list, ffi::AnyBuffer workspace, int32_t sm_margin,
                          int32_t tile_stamp, cudaStream_t stream, cuda::LaunchOptions* options) {
@@ -36,7 +36,7 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
   const int32_t stamp = tile_stamp % cuda::kBlocksStamp;
   const bool in_clusters =
       layout.cluster_tiling.num_rows > 0 && stamp == layout.cluster_tiling.stamp();
-  // The launch says so where no kernel was built.
+  // If no kernel was built, the launch reports it.
   if (layout.tiling.num_rows > 0) {
     if (!in_clusters) JAX_MAGI_RETURN_IF_ERROR(CheckStamp(context, stamp, layout.tiling.stamp()));
     if (tile_list.size_bytes() < sizeof(cuda::TileList)) {
@@ -48,8 +48,8 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
   const int64_t list_bytes = static_cast<int64_t>(tile_list.size_bytes());
   int64_t max_tiles = 0;
   if (layout.tiling.num_rows > 0) {
-    // What a list says of itself is compared when the call runs; its size is known here. A list of
-    // a mask that is not known has room for as many tiles again, to sort them.
+    // The header of a list is checked when the call runs; the size is known here. The list of an
+    // unknown mask has room for twice as many tiles, to sort them.
     max_tiles = (list_bytes - static_cast<int64_t>(sizeof(cuda::TileList))) /
                 static_cast<int64_t>(sizeof(cuda::Tile));
     const std::string too_large =
@@ -164,8 +164,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(DecodeOptions(context, call, num_dkv_parts, tile_list, *workspace,
                                          sm_margin, tile_stamp, stream, &options));
-  // The stamp of a known list says how many blocks it has. One without blocks is not cut either
-  // way.
+  // The stamp of a known list holds its number of blocks. A list without blocks is never cut.
   options.cuts_heads =
       num_dkv_parts == 1 && cuda::CutsHeads(call, /*is_mask_known=*/options.num_blocks > 0);
   return ToError(context, cuda::AttentionBackward(args, num_dkv_parts, deterministic, options));

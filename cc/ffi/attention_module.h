@@ -1,4 +1,4 @@
-// What the modules of all devices tell Python of attention, when it traces a call.
+// What the modules of all devices tell Python about attention when it traces a call.
 
 #ifndef JAX_MAGI_FFI_ATTENTION_MODULE_H_
 #define JAX_MAGI_FFI_ATTENTION_MODULE_H_
@@ -20,7 +20,7 @@ inline DType ParseDType(const std::string& name) {
 }
 
 // Adds attention_needs(...) and the struct that it returns: see the stub, _cpu.pyi. `needs` is the
-// device's own; its slices are one list that the whole batch shares, or null.
+// function of the device; its slices are one list that the whole batch shares, or null.
 template <typename NeedsFn>
 void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
   namespace nb = nanobind;

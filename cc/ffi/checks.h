@@ -11,18 +11,19 @@
 
 namespace jax_magi {
 
-// An operand or result, with the name that errors use.
+// An operand or result, with its name for errors.
 struct NamedBuffer {
   const char* name;
   xla::ffi::AnyBuffer buffer;
 };
 
-// `context` is the op's name. Each returns an error that names op and operand.
+// `context` is the op's name. Each check returns an error that names the op and the operand.
 xla::ffi::Error CheckDims(const char* context, const NamedBuffer& named,
                           std::initializer_list<int64_t> expected);
 xla::ffi::Error CheckDType(const char* context, const NamedBuffer& named,
                            std::initializer_list<xla::ffi::DataType> allowed);
-// Where vector loads and TMA need it. An XLA array of its own begins so; a part of one may not.
+// Checks the alignment that vector loads and TMA need. A separate XLA array always has it; a part
+// of one may not.
 xla::ffi::Error CheckAligned(const char* context, std::initializer_list<NamedBuffer> arrays);
 xla::ffi::Error Invalid(const char* context, const char* name, const std::string& what);
 

@@ -1,4 +1,4 @@
-// CUDA errors as XLA's.
+// Converts CUDA errors to XLA errors.
 
 #ifndef JAX_MAGI_FFI_CUDA_ERROR_H_
 #define JAX_MAGI_FFI_CUDA_ERROR_H_

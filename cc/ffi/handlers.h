@@ -1,5 +1,5 @@
-// The symbols that the native libraries export: one FFI handler per op and device, what a device
-// answers when Python traces a call of attention, and what its kernels were built for.
+// The symbols that the native libraries export: one FFI handler per op and device, the needs of an
+// attention call when Python traces it, and the kernels that were built.
 
 #ifndef JAX_MAGI_FFI_HANDLERS_H_
 #define JAX_MAGI_FFI_HANDLERS_H_
@@ -29,7 +29,7 @@ JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_kernel_barrier);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_stand_in_start);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_stand_in_done);
 
-// `slices` are one list that the whole batch shares, or null.
+// `slices` is one list that the whole batch shares, or null.
 #define JAX_MAGI_DECLARE_NEEDS(name)                                    \
   __attribute__((visibility("default"))) jax_magi::AttentionNeeds name( \
       const jax_magi::AttentionCall& call, const jax_magi::Slice* slices)
@@ -37,15 +37,15 @@ JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_stand_in_done);
 JAX_MAGI_DECLARE_NEEDS(jax_magi_cpu_attention_needs);
 JAX_MAGI_DECLARE_NEEDS(jax_magi_cuda_attention_needs);
 
-// Lists of words for people, by what they are lists of.
+// Readable lists of what was built, by kind.
 #define JAX_MAGI_DECLARE_VARIANTS(name) \
   __attribute__((visibility("default"))) std::map<std::string, std::vector<std::string>> name()
 
 JAX_MAGI_DECLARE_VARIANTS(jax_magi_cpu_variants);
 JAX_MAGI_DECLARE_VARIANTS(jax_magi_cuda_variants);
 
-// What the stamp of a tile list says, by name; and a stamp's share that says how many blocks its
-// tiles have.
+// The fields of a tile list's stamp, by name; and the part of a stamp that encodes a number of
+// blocks.
 __attribute__((visibility("default"))) std::map<std::string, int64_t> jax_magi_cuda_read_tile_stamp(
     int32_t stamp);
 __attribute__((visibility("default"))) int32_t jax_magi_cuda_stamp_of_blocks(int64_t num_blocks);

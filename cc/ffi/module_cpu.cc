@@ -1,5 +1,5 @@
-// Hands the CPU handlers to Python as capsules, by target name, what tracing asks of them, and
-// what the build has.
+// Provides Python with the CPU handlers as capsules, by target name, the needs of a call, and what
+// the build contains.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>

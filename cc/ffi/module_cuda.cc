@@ -1,5 +1,5 @@
-// Hands the CUDA handlers to Python as capsules, by target name, what tracing asks of them, and
-// what the build has.
+// Provides Python with the CUDA handlers as capsules, by target name, the needs of a call, and what
+// the build contains.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -13,7 +13,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// Adds a handler to a dict, under its target's name.
+// Adds a handler to a dict, under the name of its target.
 struct Adder {
   nb::dict& handlers;
 
@@ -38,7 +38,7 @@ NB_MODULE(_cuda, m) {
     add("jax_magi_kernel_barrier", jax_magi_cuda_kernel_barrier);
     return handlers;
   });
-  // Of no use in a program of a user: Python registers them where benchmarks ask for them.
+  // Not useful in a user's program: Python registers these only for benchmarks.
   m.def("benchmark_handlers", [] {
     nb::dict handlers;
     const Adder add{handlers};

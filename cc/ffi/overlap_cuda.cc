@@ -1,4 +1,5 @@
-// FFI handlers of what helps computation and communication to overlap: decode, check, call.
+// FFI handlers of operations that help computation and communication to overlap: decode, check,
+// call.
 
 #include <string>
 
@@ -48,7 +49,7 @@ ffi::Error StartStandIn(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::
   return ToError(context, cuda::StartStandIn(stand_in, stream));
 }
 
-// What was started reads and writes the operands until here.
+// The stand-in reads and writes the operands until this point.
 ffi::Error WaitForStandIn(cudaStream_t stream, ffi::AnyBuffer, ffi::AnyBuffer y,
                           ffi::Result<ffi::AnyBuffer> result) {
   const std::string context = "jax_magi stand-in communication";
@@ -67,14 +68,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_kernel_barrier, jax_magi::KernelBarr
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()   // x
-                                  .Ret<ffi::AnyBuffer>()   // the same
+                                  .Ret<ffi::AnyBuffer>()   // x, unchanged
                                   .Ret<ffi::AnyBuffer>(),  // workspace
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_start, jax_magi::StartStandIn,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()  // x
-                                  .Ret<ffi::AnyBuffer>()  // the same, in time
+                                  .Ret<ffi::AnyBuffer>()  // the copy of x, in progress
                                   .Attr<int32_t>("num_sms")
                                   .Attr<int32_t>("num_rounds")
                                   .Attr<int32_t>("cluster_size")
@@ -83,5 +84,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_stand_in_done, jax_magi::WaitForStan
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()    // x
-                                  .Arg<ffi::AnyBuffer>()    // what was returned at the start
-                                  .Ret<ffi::AnyBuffer>());  // the same, now
+                                  .Arg<ffi::AnyBuffer>()    // the result of the start
+                                  .Ret<ffi::AnyBuffer>());  // the copy of x, complete

@@ -1,4 +1,4 @@
-// Operands, results and attributes of the softmax ops, in order: the same on every device, where
+// Operands, results and attributes of the softmax ops, in order. They are the same on every device;
 // only the context differs.
 
 #ifndef JAX_MAGI_FFI_SOFTMAX_BINDINGS_H_
@@ -31,7 +31,7 @@ auto SoftmaxBackwardBinding() {
       .template Arg<ffi::AnyBuffer>()  // y
       .template Arg<ffi::AnyBuffer>()  // dy
       .template Ret<ffi::AnyBuffer>()  // dx
-      .template Ret<ffi::AnyBuffer>()  // dot; without elements: not asked for
+      .template Ret<ffi::AnyBuffer>()  // dot; without elements: not requested
       .template Attr<float>("scale")
       .template Attr<int32_t>("lo")
       .template Attr<int32_t>("hi");

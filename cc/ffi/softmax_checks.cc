@@ -23,7 +23,7 @@ ffi::Error CheckLike(const char* context, const NamedBuffer& named, ffi::AnyBuff
   return CheckDType(context, named, {like.element_type()});
 }
 
-// A float a row, or nothing: then `*values` is null.
+// Decodes one float per row, or nothing: then `*values` is null.
 ffi::Error DecodeRowValues(const char* context, const NamedBuffer& named, const SoftmaxShape& s,
                            float** values) {
   *values = nullptr;

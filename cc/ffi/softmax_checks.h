@@ -1,6 +1,6 @@
 // Decoding shared by every device's softmax handlers.
 //
-// Python has checked what a user can get wrong. Here stands only what could corrupt memory.
+// Python has checked what a user can get wrong. This file checks only what could corrupt memory.
 
 #ifndef JAX_MAGI_FFI_SOFTMAX_CHECKS_H_
 #define JAX_MAGI_FFI_SOFTMAX_CHECKS_H_

@@ -24,8 +24,8 @@ AlignedFloats AllocateAligned(int64_t num_floats) {
       static_cast<float*>(std::aligned_alloc(64, std::max<int64_t>(num_bytes, 64))));
 }
 
-// Work that threads take from one counter. The pool may start a thread after all work is done and
-// the handler has returned, so threads share ownership, and touch `work` only under a valid task.
+// Work that threads fetch from one counter. The pool may start a thread after all work is done and
+// the handler has returned, so threads share ownership, and access `work` only for a valid task.
 struct SharedLoop {
   int64_t num_tasks;
   int64_t scratch_floats;
@@ -57,7 +57,7 @@ bool RunOnPool(ffi::ThreadPool& pool, int64_t num_tasks, int64_t scratch_floats,
   for (int64_t i = 0; i < num_helpers; ++i) {
     pool.Schedule([loop] {
       if (loop->next.load() >= loop->num_tasks) return;
-      // Without memory a helper only leaves its share to the others.
+      // A helper that gets no memory leaves its share to the others.
       if (AlignedFloats scratch = AllocateAligned(loop->scratch_floats)) loop->Run(scratch.get());
     });
   }

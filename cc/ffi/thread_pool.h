@@ -11,7 +11,7 @@ namespace jax_magi {
 // Valid as long as `pool` is.
 cpu::ParallelFor OnPool(xla::ffi::ThreadPool& pool);
 
-// What a kernel that returned `done` returns to XLA: false is that memory ran out.
+// Converts the return value of a kernel for XLA: false means that memory ran out.
 xla::ffi::Error Finish(const char* context, bool done);
 
 }  // namespace jax_magi
