@@ -54,14 +54,14 @@ struct BackwardBlock {
   }
   // `thread`, and row 0 above, computed again at each use. Kept in registers, the index would be
   // live through the whole loop, and there are none to spare.
-  __device__ __forceinline__ unsigned ThreadAnew() const {
+  __device__ __forceinline__ unsigned RereadThreadIndex() const {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread % kWarpgroup;
   }
   __device__ __forceinline__ int RowAnew() const {
     if constexpr (Config::kHasTerms) {
-      const unsigned thread = ThreadAnew();
+      const unsigned thread = RereadThreadIndex();
       return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4;
     }
     int thread;

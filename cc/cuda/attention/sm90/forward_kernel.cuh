@@ -22,8 +22,8 @@ namespace jax_magi::cuda {
 
 // A thread's index in its warpgroup, read again at each use. In registers, the index and values
 // derived from it would be live through the whole loop.
-struct ThreadAnew {
-  __device__ __forceinline__ ThreadAnew(int) {}
+struct RereadThreadIndex {
+  __device__ __forceinline__ RereadThreadIndex(int) {}
   __device__ __forceinline__ operator int() const {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -43,7 +43,7 @@ struct Consumer {
   Shared& shared;
   int warpgroup;  // Index of the consumer warpgroup.
   // Index in the warpgroup.
-  std::conditional_t<Config::kHasTerms, ThreadAnew, int> thread;
+  std::conditional_t<Config::kHasTerms, RereadThreadIndex, int> thread;
   SoftmaxScale scale;
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
