@@ -32,8 +32,11 @@ _ATTENTION = (
   "flex_flash_attn_func",
   "dot_product_attention",
   "flax_attention_fn",
+  "latent_attention",
   "calc_attn",
   "context_parallel_attention",
+  "calc_latent_attn",
+  "context_parallel_latent_attention",
 )
 _SOFTMAX = (
   "scaled_softmax",

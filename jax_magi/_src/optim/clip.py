@@ -206,8 +206,10 @@ def check_threshold(threshold: Any) -> None:
     raise ValueError(f"threshold must be a positive number (inf never clips), got {threshold!r}")
 
 
-def check_alpha(alpha: Any) -> float:
-  """The queries' part of a correction is a static number from 0 to 1."""
+def check_alpha(alpha: Any) -> Any:
+  """The queries' part of a correction is a number from 0 to 1. Arrays are taken as they are."""
+  if isinstance(alpha, jax.Array) and alpha.shape == ():  # As optax.inject_hyperparams has it.
+    return alpha
   is_number = isinstance(alpha, (int, float, np.integer, np.floating))
   if not is_number or isinstance(alpha, bool) or not 0.0 <= alpha <= 1.0:
     raise ValueError(f"alpha must be a number from 0 to 1, got {alpha!r}")
