@@ -26,6 +26,7 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
   """Moves links: docs/ is the site's root."""
   source = Path(page.file.abs_src_path)
-  if source.parent == ROOT / "docs":
-    return re.sub(r"\]\(\.\./", "](", markdown)
+  if source.is_relative_to(ROOT / "docs"):
+    up = "../" * len(source.parent.relative_to(ROOT / "docs").parts)
+    return re.sub(rf"\]\({up}\.\./", f"]({up}", markdown)
   return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)

@@ -11,19 +11,31 @@ from tests.doc_blocks import blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 # Their code trains models, or compiles programs for many devices.
-_LONG_PAGES = {"context_parallel.md", "integrations.md", "mla.md", "overlap.md", "qk_clip.md"}
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+_LONG_PAGES = {
+  "docs/context_parallel.md",
+  "docs/integrations.md",
+  "docs/mla.md",
+  "docs/overlap.md",
+  "docs/qk_clip.md",
+  "docs/reference/attention.md",
+  "docs/reference/context_parallel.md",
+}
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def _with(language):
   return [page for page in PAGES if any(b.language == language for b in blocks_of(page))]
 
 
+def _name(page):
+  return page.relative_to(ROOT).as_posix()
+
+
 def _marked(page):
-  return pytest.param(page, marks=pytest.mark.long) if page.name in _LONG_PAGES else page
+  return pytest.param(page, marks=pytest.mark.long) if _name(page) in _LONG_PAGES else page
 
 
-@pytest.mark.parametrize("page", map(_marked, _with("python")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [_marked(page) for page in _with("python")], ids=_name)
 @pytest.mark.usefixtures("with_promotion")
 def test_python_runs(page, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)  # Some blocks write files.
@@ -32,13 +44,13 @@ def test_python_runs(page, tmp_path, monkeypatch):
   assert run_python(page) > 0
 
 
-@pytest.mark.parametrize("page", _with("python"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _with("python"), ids=_name)
 def test_what_is_from_a_file_stands_there(page):
   for block in blocks_of(page):
     assert not block.file or block.code in (ROOT / block.file).read_text(), block.line
 
 
-@pytest.mark.parametrize("page", _with("sh"), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _with("sh"), ids=_name)
 def test_commands_can_be_parsed_and_name_what_is_there(page):
   for block in blocks_of(page):
     if block.language != "sh":
@@ -53,7 +65,7 @@ def test_commands_can_be_parsed_and_name_what_is_there(page):
     assert [path for path in files if not path.exists()] == [], f"line {block.line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_files_that_are_named_exist(page):
   text = page.read_text()
   named = re.findall(r"`((?:jax_magi|cc|tests|docs|benchmarks|examples)/[\w./]+)`", text)

@@ -49,7 +49,7 @@ def attention(
 
   Args:
     q: `[q_len, num_q_heads, head_dim]`, float32 (CPU), bfloat16 or float16.
-    k: `[k_len, num_kv_heads, head_dim]`. Query heads g*G .. g*G+G-1 use kv head g.
+    k: `[k_len, num_kv_heads, head_dim]`. Query heads `g*G .. g*G+G-1` use kv head g.
     v: `[k_len, num_kv_heads, value_dim]`.
     mask: which keys each query sees. A traced mask is not checked for slices that overlap.
     softmax_scale: static; None is `head_dim ** -0.5`.

@@ -50,7 +50,7 @@ class AttentionMask:
 
   Attributes:
     slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
-      band edge is -2**30 or 2**30.
+      band edge is `-2**30` or `2**30`.
     q_len: number of queries (static).
     k_len: number of keys (static).
   """

@@ -114,7 +114,7 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class QkProjections:
-  """Multi-head and grouped-query attention: query heads g*G .. g*G+G-1 use key head g.
+  """Multi-head and grouped-query attention: query heads `g*G .. g*G+G-1` use key head g.
 
   Both sides take half of the correction, unless `alpha` divides it otherwise. A group's heads share
   its key head, so they share the strongest correction that one of them needs.
