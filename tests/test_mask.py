@@ -196,6 +196,22 @@ def test_crop_and_area_agree_with_the_dense_mask(mask, data):
   np.testing.assert_array_equal(mask.crop(q_begin, q_end, k_begin, k_end).to_dense(), expected)
 
 
+def test_crop_at_traced_bounds():
+  mask = AttentionMask.from_segment_ids(np.repeat([1, 2, 0], [9, 7, 2]), 3, window=(4, 1))
+  crop = jax.jit(lambda window: mask.crop(*window, q_len=6, k_len=10).to_dense())
+  padded = np.pad(mask.to_dense(), 30)
+  rng = np.random.default_rng(0)
+  for _ in range(30):
+    q_begin, k_begin = rng.integers(-8, 20, 2)
+    q_end, k_end = q_begin + rng.integers(0, 9), k_begin + rng.integers(0, 13)
+    expected = padded[30 + q_begin :, 30 + k_begin :][:6, :10].copy()
+    expected[max(q_end - q_begin, 0) :] = expected[:, max(k_end - k_begin, 0) :] = False
+    window = tuple(int(x) for x in (q_begin, q_end, k_begin, k_end))
+    np.testing.assert_array_equal(crop(window), expected)
+    np.testing.assert_array_equal(mask.crop(*window, q_len=6, k_len=10).to_dense(), expected)
+  assert crop._cache_size() == 1
+
+
 @hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(
   slices=st.lists(

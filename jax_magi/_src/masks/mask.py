@@ -261,23 +261,43 @@ class AttentionMask:
     xp: Any = np if all(isinstance(s, np.ndarray) for s in both) else jnp
     return AttentionMask(xp.concatenate(both), self.q_len, self.k_len)
 
-  def crop(self, q_begin: int, q_end: int, k_begin: int, k_end: int) -> AttentionMask:
+  def crop(
+    self,
+    q_begin: Any,
+    q_end: Any,
+    k_begin: Any,
+    k_end: Any,
+    *,
+    q_len: int | None = None,
+    k_len: int | None = None,
+  ) -> AttentionMask:
     """The mask inside a window of the score matrix, as a mask of its own.
 
-    The window may reach past the mask, where nothing is visible. The number of slices stays. Bounds
-    are static: they say how long the new mask is.
+    The window may reach past the mask, where nothing is visible. The number of slices stays.
+
+    Args:
+      q_begin: first query of the window. The four bounds may be traced integers.
+      q_end: one past its last query.
+      k_begin: first key of the window.
+      k_end: one past its last key.
+      q_len: number of queries of the new mask (static); None is `q_end - q_begin`, which must then
+        be static. Queries beyond the window see nothing.
+      k_len: number of its keys, likewise.
     """
-    q_begin, k_begin = check_position("q_begin", q_begin), check_position("k_begin", k_begin)
-    q_len = check_length("q_end - q_begin", check_position("q_end", q_end) - q_begin)
-    k_len = check_length("k_end - k_begin", check_position("k_end", k_end) - k_begin)
-    # Bands are shifted by this, in 32 bits.
-    check_position("k_begin - q_begin", k_begin - q_begin)
-    xp: Any = np if isinstance(self.slices, np.ndarray) else jnp
-    s = self.slices if xp is np else clamped(self.slices, self.q_len, self.k_len)
-    q = xp.clip(s[:, Q_BEGIN : Q_END + 1] - q_begin, 0, q_len)
-    k = xp.clip(s[:, K_BEGIN : K_END + 1] - k_begin, 0, k_len)
+    q_begin, q_end, q_len = _bounds("q", q_begin, q_end, q_len)
+    k_begin, k_end, k_len = _bounds("k", k_begin, k_end, k_len)
+    shift = k_begin - q_begin
+    if isinstance(shift, int):  # Bands are shifted by this, in 32 bits.
+      check_position("k_begin - q_begin", shift)
+    arrays = (self.slices, q_begin, q_end, k_begin, k_end)
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+    s: Any = self.slices
+    if not isinstance(s, np.ndarray):
+      s = clamped(s, self.q_len, self.k_len)
+    q = xp.clip(xp.minimum(s[:, Q_BEGIN : Q_END + 1], q_end) - q_begin, 0, q_len)
+    k = xp.clip(xp.minimum(s[:, K_BEGIN : K_END + 1], k_end) - k_begin, 0, k_len)
     bands = s[:, LO : HI + 1]
-    shifted = xp.clip(bands - (k_begin - q_begin), -UNBOUNDED, UNBOUNDED)
+    shifted = xp.clip(bands - shift, -UNBOUNDED, UNBOUNDED)
     bands = xp.where(xp.abs(bands) >= UNBOUNDED, bands, shifted)
     return AttentionMask(xp.concatenate([q, k, bands], axis=1), q_len, k_len)
 
@@ -322,3 +342,24 @@ class AttentionMask:
     else:  # Traced, batched, or whatever a tree_map put here.
       detail = f"slices={slices!r}"
     return f"AttentionMask({self.q_len} x {self.k_len}, {detail})"
+
+
+def _bounds(side: str, begin: Any, end: Any, length: Any) -> tuple[Any, Any, int]:
+  """Bounds of a window, static or traced, and how long the mask in it is."""
+  begin, end = _bound(f"{side}_begin", begin), _bound(f"{side}_end", end)
+  if length is not None:
+    return begin, end, check_length(f"{side}_len", length)
+  if isinstance(begin, jax.Array) or isinstance(end, jax.Array):
+    raise ValueError(
+      f"{side}_len must be given where {side}_begin or {side}_end is traced: a mask's lengths are "
+      "static"
+    )
+  return begin, end, check_length(f"{side}_end - {side}_begin", end - begin)
+
+
+def _bound(name: str, x: Any) -> Any:
+  """A static integer, or a traced one."""
+  if not isinstance(x, jax.Array):
+    return check_position(name, x)
+  x = as_int32(name, x, ())
+  return int(x) if isinstance(x, np.ndarray) else x
