@@ -15,6 +15,7 @@ from jax_magi._src.context_parallel.api import (
 )
 from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
+from jax_magi._src.context_parallel.gathered import zigzag_positions
 from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.latent_api import (
   calc_latent_attn,
@@ -81,4 +82,5 @@ __all__ = [
   "scaled_upper_triang_masked_softmax",
   "stack_keys",
   "undispatch",
+  "zigzag_positions",
 ]

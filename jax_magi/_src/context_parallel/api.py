@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from jax_magi._src.arguments import as_int32
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.context_parallel.capacities import Capacities
+from jax_magi._src.context_parallel.gathered import attend_gathered, check_order
 from jax_magi._src.context_parallel.key import DistAttnKey, with_capacities
 from jax_magi._src.context_parallel.rank_call import (
   attend_on_rank,
   check_local_lengths,
   part_of_rank,
 )
-from jax_magi._src.context_parallel.whole_arrays import Layout, attend_whole
+from jax_magi._src.context_parallel.whole_arrays import Layout, Placed, attend_whole
 
 
 def calc_attn(
@@ -99,8 +103,13 @@ def context_parallel_attention(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  key: DistAttnKey,
+  key: DistAttnKey | None = None,
   *,
+  segment_ids: Any = None,
+  max_segments: int | None = None,
+  causal: bool = True,
+  window: tuple[int | None, int | None] | None = None,
+  order: str = "zigzag",
   mesh: Any = None,
   axis_name: str = "cp",
   batch_axis: str | tuple[str, ...] | None = None,
@@ -109,51 +118,107 @@ def context_parallel_attention(
   return_max_logits: bool = False,
   **options: Any,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """`calc_attn` for plain `jit`, on whole arrays: it wraps `shard_map` itself.
+  """Attention for plain `jit`, on whole arrays: it wraps `shard_map` itself.
+
+  With a key, it is `calc_attn`. Without one, nothing is planned on the host: every rank gathers all
+  keys and values, and finds the slices of its queries in the compiled step. That takes one line and
+  any packing of documents; a key moves only the rows that are needed, overlaps moving them with
+  kernels, and balances work between documents.
 
   Args:
-    q: `[cp_size * local, num_q_heads, head_dim]` as `dispatch` returns it, or with a leading batch.
-    k: `[cp_size * local, num_kv_heads, head_dim]`, or with a leading batch.
-    v: `[cp_size * local, num_kv_heads, value_dim]`, or with a leading batch.
-    key: one for the whole batch, or a stack (`stack_keys`) with one for each row.
+    q: `[rows, num_q_heads, head_dim]`, or with a leading batch; rows as `dispatch` returns them, or
+      without a key, tokens in the order `order`.
+    k: `[rows, num_kv_heads, head_dim]`, or with a leading batch.
+    v: `[rows, num_kv_heads, value_dim]`, or with a leading batch.
+    key: one for the whole batch, or a stack (`stack_keys`) with one for each row; None is no plan,
+      and the next five arguments are for that alone.
+    segment_ids: int32 `[rows]`, or with a leading batch, in the order of q, as in
+      `dot_product_attention`; None is a single document.
+    max_segments: as in `dot_product_attention`.
+    causal: whether tokens see only those before them.
+    window: (left, right), as in `AttentionMask.sliding_window`.
+    order: of rows over ranks: "zigzag", in which each rank has a block from the front and one from
+      the back (see `zigzag_positions`), or "contiguous".
     mesh: has the axes named below; None is the current one.
     axis_name: the axis over which the sequence is split.
     batch_axis: the axes over which the batch is split, if it is.
     head_axis: the axes over which heads are split, if they are.
     sink: as in `calc_attn`.
     return_max_logits: as in `calc_attn`. They are `[num_q_heads]`, or `[batch, num_q_heads]`.
-    **options: as in `calc_attn`.
+    **options: as in `calc_attn`; without a key, those of `attention`, and keep_remote_kv.
 
   Returns:
     out and meta of whole arrays.
   """
+  layout = Layout.of(q, mesh, axis_name, batch_axis, head_axis)
+  if key is not None:
+    given = {"segment_ids": segment_ids, "max_segments": max_segments, "window": window}
+    for name, value in given.items():
+      if value is not None:
+        raise ValueError(f"{name} is for attention without a key: a key has its mask")
+    if not causal or order != "zigzag":
+      raise ValueError("causal and order are for attention without a key: a key has its mask")
+    placed = Placed.of_key(key, q, layout)
+    layout.check_rows({"k": k, "v": v}, layout.cp_size * key.spec.k_local, has_heads=True)
+  else:
+    placed = _without_plan(q, k, v, segment_ids, max_segments, order, layout)
 
-  def attend(q: Any, rows: Any, key: Any, sink: Any) -> Any:
+  def attend(q: Any, rows: Any, plan: Any, sink: Any) -> Any:
     k, v = rows
-    return calc_attn(
+    if key is not None:
+      return calc_attn(
+        q,
+        k,
+        v,
+        plan,
+        axis_name=axis_name,
+        sink=sink,
+        return_max_logits=return_max_logits,
+        **options,
+      )
+    return attend_gathered(
       q,
       k,
       v,
-      key,
+      plan,
+      sink,
       axis_name=axis_name,
-      sink=sink,
+      order=order,
+      max_segments=max_segments,
+      causal=causal,
+      window=window,
       return_max_logits=return_max_logits,
       **options,
     )
 
-  layout = Layout.of(q, key, mesh, axis_name, batch_axis, head_axis)
-  layout.check_rows({"k": k, "v": v}, has_heads=True)
   return attend_whole(
     layout,
     attend,
     q,
     (k, v),
     (layout.with_heads,) * 2,
-    key,
+    placed,
     sink,
     return_max_logits=return_max_logits,
     reduce_max_logits=options.get("reduce_max_logits", True),
   )
+
+
+def _without_plan(
+  q: Any, k: Any, v: Any, segment_ids: Any, max_segments: Any, order: str, layout: Layout
+) -> Placed:
+  """Document numbers, or none, that fit q and its mesh."""
+  length = int(q.shape[layout.has_batch])
+  check_order(order, length, layout.cp_size)
+  layout.check_rows({"q": q, "k": k, "v": v}, length, "of q", has_heads=True)
+  if segment_ids is None:
+    if max_segments is not None:
+      raise ValueError("max_segments needs segment_ids")
+    return Placed(None, P(), None)
+  if max_segments is None:
+    raise ValueError("segment_ids needs max_segments, a static bound on the document numbers")
+  ids = as_int32("segment_ids", segment_ids, tuple(q.shape[: 1 + layout.has_batch]))
+  return Placed(jnp.asarray(ids), layout.rows, 0 if layout.has_batch else None)
 
 
 def stack_keys(keys: Sequence[DistAttnKey], capacities: Capacities | None = None) -> DistAttnKey:

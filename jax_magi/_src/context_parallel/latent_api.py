@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.latent import check_kv, latent_leaves
-from jax_magi._src.context_parallel.key import DistAttnKey
+from jax_magi._src.context_parallel.key import DistAttnKey, check_key
 from jax_magi._src.context_parallel.rank_call import (
   attend_on_rank,
   check_local_lengths,
@@ -19,7 +19,7 @@ from jax_magi._src.context_parallel.rank_call import (
   vary_all,
 )
 from jax_magi._src.context_parallel.rows import row_counts
-from jax_magi._src.context_parallel.whole_arrays import Layout, attend_whole
+from jax_magi._src.context_parallel.whole_arrays import Layout, Placed, attend_whole
 from jax_magi._src.transforms.closure import OpenFunction, open_closure
 from jax_magi._src.transforms.explicit import on_explicit_axes
 from jax_magi._src.transforms.varying import vary_like, varying_axes
@@ -141,9 +141,12 @@ def context_parallel_latent_attention(
   Returns:
     out and meta of whole arrays.
   """
-  layout = Layout.of(q, key, mesh, axis_name, batch_axis, head_axis)
+  check_key(key)
+  layout = Layout.of(q, mesh, axis_name, batch_axis, head_axis)
+  placed = Placed.of_key(key, q, layout)
   leaves, _ = latent_leaves(latent)
-  layout.check_rows({f"latent {i}": x for i, x in enumerate(leaves)}, has_heads=False)
+  named = {f"latent {i}": x for i, x in enumerate(leaves)}
+  layout.check_rows(named, layout.cp_size * key.spec.k_local, has_heads=False)
 
   def attend(q: Any, latent: Any, key: Any, sink: Any, *params: Any) -> Any:
     return calc_latent_attn(
@@ -164,7 +167,7 @@ def context_parallel_latent_attention(
     q,
     latent,
     layout.rows,
-    key,
+    placed,
     sink,
     (params,) if has_params else (),
     (jax.sharding.PartitionSpec() if param_specs is None else param_specs,) if has_params else (),
