@@ -53,7 +53,7 @@ def matrix_product_rate() -> float:
 
 
 def _ours(mask: AttentionMask, **options) -> Callable:
-  """With a concrete mask, as a constant of the program."""
+  """With a known mask, as a constant of the program."""
   options["implementation"] = "cuda"
   return lambda q, k, v: jax_magi.attention(q, k, v, mask, **options)[0]
 

@@ -38,13 +38,16 @@ def _capacities(**changes):
   [
     (lambda: magi_attn_flex_key([[0, 64]], cp_size=2), "k_ranges must be given with q_ranges"),
     (_traced(lambda s: magi_attn_flex_key(AttentionMask(s, 64, 64), cp_size=2)), "outside of jit"),
-    (_traced(lambda s: _key(dispatch=s[0, :2])), "dispatch must be concrete, got a traced array"),
+    (_traced(lambda s: _key(dispatch=s[0, :2])), "dispatch must be known, got a traced array"),
     (lambda: _key(dispatch=[0, 1], chunk_size=16), "2 chunks of 16 tokens, too few for .*=64"),
     (
       lambda: _key(capacities=_capacities(), transport="all_gather"),
       "capacities are of transport 'all_to_all', but transport is 'all_gather'",
     ),
-    (lambda: jax_magi.key_for_new_mask(_rank(_key()), _MASK), "concrete one of all 2 ranks"),
+    (
+      lambda: jax_magi.key_for_new_mask(_rank(_key()), _MASK),
+      "known and of all 2 ranks",
+    ),
     (lambda: stack_keys([]), "keys must hold at least one key"),
     (lambda: stack_keys([_key(), _key(overlap_degree=2)]), "have no union"),
     (
@@ -59,7 +62,7 @@ def _capacities(**changes):
       lambda: stack_keys([_key(transport="all_to_all")], _capacities(rows=(1,))),
       "has no room for",
     ),
-    (lambda: _rank(_key()).stats(), "stats needs one concrete key of all 2 ranks"),
+    (lambda: _rank(_key()).stats(), "stats needs one known key of all 2 ranks"),
   ],
 )
 def test_bad_key_is_named(make, match):

@@ -148,7 +148,7 @@ def test_traced_ranges_need_lengths():
 
 
 def test_traced_answer_lengths_are_named():
-  with pytest.raises(ValueError, match="answer_lens must be concrete"):
+  with pytest.raises(ValueError, match="answer_lens must be known"):
     jax.jit(lambda x: AttentionMask.shared_question(3, x))(jnp.ones(2, jnp.int32))
 
 

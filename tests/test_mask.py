@@ -299,8 +299,8 @@ def test_plot(mask, tmp_path):
   assert ax.get_xlabel() == "key" and ax.get_ylabel() == "query"
 
 
-def test_plot_needs_concrete_slices():
-  with pytest.raises(ValueError, match="concrete"):
+def test_plot_needs_known_slices():
+  with pytest.raises(ValueError, match="known"):
     jax.jit(lambda mask: mask.plot())(AttentionMask.causal(4))
 
 

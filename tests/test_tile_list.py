@@ -1,4 +1,4 @@
-"""Lists of tiles that the CUDA kernels get: those of concrete masks, made without a GPU."""
+"""Lists of tiles that the CUDA kernels get: those of known masks, made without a GPU."""
 
 import jax
 import jax.numpy as jnp

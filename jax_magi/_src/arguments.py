@@ -101,8 +101,11 @@ def check_array(name: str, x: Any) -> tuple[Any, ...]:
   return array.shape
 
 
-def concrete(x: Any) -> np.ndarray | None:
-  """The value of `x` as a numpy array, or None where only its type is known (a tracer)."""
+def known_value(x: Any) -> np.ndarray | None:
+  """The value of `x` as a numpy array, or None if it is not known: while it is traced.
+
+  Known, here and everywhere, means known when the call is traced.
+  """
   if isinstance(x, jax.core.Tracer):
     return None
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -113,10 +116,10 @@ def concrete(x: Any) -> np.ndarray | None:
 def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
   """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32.
 
-  Traced integers are clipped to +-2**30, concrete ones must be inside.
+  Traced integers are clipped to +-2**30, known ones must be inside.
   """
   try:
-    value = concrete(x)
+    value = known_value(x)
   except ValueError:  # Lists of different lengths.
     expected = ", ".join(str(n) for n in shape)
     raise ValueError(f"{name} must be [{expected}], got rows of different lengths: {x!r}") from None

@@ -13,7 +13,7 @@ import numpy as np
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import Backend
-from jax_magi._src.transforms.staging import is_staged
+from jax_magi._src.transforms.eager import is_eager
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["slices"], meta_fields=["known"])
@@ -38,8 +38,8 @@ class MaskOperand:
   def of_call(cls, slices: Any, *arrays: Any) -> MaskOperand:
     """The mask of a call that takes these arrays, too; numpy slices may be known to kernels."""
     # Only in a program that is compiled as a whole: elsewhere, each mask would be a new program.
-    is_known = isinstance(slices, np.ndarray) and slices.shape[0] == 1
-    if is_known and any(map(is_staged, arrays)):
+    is_one = isinstance(slices, np.ndarray) and slices.shape[0] == 1
+    if is_one and not all(map(is_eager, arrays)):
       return cls(slices, slices.tobytes())
     return cls(slices)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, concrete
+from jax_magi._src.arguments import as_int32, known_value
 from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
 from jax_magi._src.masks import constructors
 from jax_magi._src.masks.cover import cover
@@ -18,7 +18,7 @@ from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
 from jax_magi._src.transforms.explicit import merged_spec, with_auto_axes
 
-# A concrete boolean mask becomes slices if these are no more than this, or than q_len divided by
+# A known boolean mask becomes slices if these are no more than this, or than q_len divided by
 # that. With more of them, tiles of the kernels would be mostly edges.
 MAX_SLICES, QUERIES_PER_SLICE = 64, 8
 
@@ -134,7 +134,7 @@ def _segment_slices(
 
 def poisoned_rows(segments: dict[str, Any], max_segments: Any) -> Any:
   """bool `[batch]`: where traced document numbers are out of bounds; None if all are known."""
-  traced = [_with_batch(x) for x in segments.values() if x is not None and concrete(x) is None]
+  traced = [_with_batch(x) for x in segments.values() if x is not None and known_value(x) is None]
   if not traced:
     return None
   return functools.reduce(jnp.logical_or, [((x < 0) | (x > max_segments)).any(1) for x in traced])
@@ -142,7 +142,7 @@ def poisoned_rows(segments: dict[str, Any], max_segments: Any) -> Any:
 
 def _with_batch(ids: Any) -> Any:
   """Document numbers of a batch, by numpy where they are known."""
-  known = concrete(ids)
+  known = known_value(ids)
   ids = ids if known is None else known
   return ids[None] if ids.ndim == 1 else ids
 
@@ -163,7 +163,7 @@ def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]
     raise ValueError(f"mask must be one AttentionMask, or a list of {batch}, got {mask!r}")
   if not hasattr(mask, "shape") and not isinstance(mask, (list, tuple)):
     raise ValueError(f"mask must be a boolean array or an AttentionMask, got {type(mask).__name__}")
-  known = concrete(mask)
+  known = known_value(mask)
   dense = mask if known is None else known
   check_broadcastable("mask", dense, shape)
   if dense.dtype != bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_magi._src.arguments import concrete
+from jax_magi._src.arguments import known_value
 from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check_room, rounded
 from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import Ranks
@@ -62,20 +62,20 @@ class DistAttnKey:
     return self.spec.capacities
 
   def stats(self) -> PlanStats:
-    """Work and rows of each rank: see `PlanStats`. The key must be concrete."""
+    """Work and rows of each rank: see `PlanStats`. The key must be known."""
     return stats_of(self.spec, self.areas(), self.slices, self.take_runs, self.pairs)
 
   def areas(self, *, is_forward: bool = False) -> np.ndarray:
-    """int64 `[cp_size, stages]`: visible pairs. The key must be concrete.
+    """int64 `[cp_size, stages]`: visible pairs. The key must be known.
 
     Args:
       is_forward: whether the stages are those of the forward pass, which differ from those of the
         backward pass where each query is computed in one stage.
     """
     tables = self.whole_slices if is_forward and self.whole_slices is not None else self.slices
-    slices, count = concrete(tables), self.spec.cp_size
+    slices, count = known_value(tables), self.spec.cp_size
     if slices is None or slices.ndim != 4 or slices.shape[0] != count:
-      raise ValueError(f"stats needs one concrete key of all {count} ranks, got {self}")
+      raise ValueError(f"stats needs one known key of all {count} ranks, got {self}")
     return area_of(slices).sum(axis=2)
 
   def predict(self, links: Links | None = None, *, keep_remote_kv: bool = False) -> Prediction:

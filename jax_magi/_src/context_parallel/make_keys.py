@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, concrete
+from jax_magi._src.arguments import as_int32, check_choice, check_flag, check_length, known_value
 from jax_magi._src.context_parallel import assignment
 from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities
 from jax_magi._src.context_parallel.chunks import Dispatch, num_chunks
@@ -185,7 +185,7 @@ def key_for_new_mask(
 def _as_mask(
   q_ranges: Any, k_ranges: Any, attn_type_map: Any, q_len: Any, k_len: Any
 ) -> AttentionMask:
-  """A concrete mask."""
+  """A known mask."""
   if isinstance(q_ranges, AttentionMask):
     if k_ranges is not None or attn_type_map is not None:
       raise ValueError("k_ranges and attn_type_map go with q_ranges, but a mask was given instead")
@@ -207,10 +207,10 @@ def _as_mask(
     if q_len is None and k_len is None and mask.q_len != mask.k_len:
       length = max(mask.q_len, mask.k_len)
       mask = AttentionMask(mask.slices, length, length)
-  slices = concrete(mask.slices)
+  slices = known_value(mask.slices)
   if slices is None:
     raise ValueError(
-      "a key is planned on the host, from a concrete mask; got a traced one: make the key outside "
+      "a key is planned on the host, from a known mask; got a traced one: make the key outside "
       "of jit and pass it in"
     )
   if slices.ndim != 2:
@@ -273,7 +273,7 @@ def _dispatches(
   if not isinstance(dispatch, str):
     of_chunks = as_int32("dispatch", dispatch, ("num_chunks",))
     if not isinstance(of_chunks, np.ndarray):
-      raise ValueError("dispatch must be concrete, got a traced array")
+      raise ValueError("dispatch must be known, got a traced array")
     return [_explicit_dispatch(of_chunks, length, cp_size, chunk_size)]
   check_choice("dispatch", dispatch, ("area", "zigzag", "contiguous"))
   if dispatch == "area":
@@ -311,10 +311,10 @@ def _explicit_dispatch(ranks: np.ndarray, length: int, cp_size: int, chunk_size:
 
 
 def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dispatch:
-  """The dispatch that a whole, concrete key has."""
-  value = concrete(chunks)
+  """The dispatch that a whole, known key has."""
+  value = known_value(chunks)
   if value is None or value.ndim != 2 or value.shape[0] != cp_size:
-    raise ValueError(f"key must be a concrete one of all {cp_size} ranks")
+    raise ValueError(f"key must be known and of all {cp_size} ranks")
   ranks = np.empty(value.size, np.int32)
   ranks[value] = np.arange(cp_size, dtype=np.int32)[:, None]
   return Dispatch(length, chunk_size, cp_size, ranks)

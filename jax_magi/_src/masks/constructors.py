@@ -19,7 +19,7 @@ from jax_magi._src.arguments import (
   check_flag,
   check_length,
   check_no_symbols,
-  concrete,
+  known_value,
 )
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.slices import UNBOUNDED, check_ranges, segment_bounds
@@ -86,7 +86,7 @@ def from_ranges(
 
 def from_dense(dense: Any) -> tuple[np.ndarray, int, int]:
   """As few slices as the runs of rows are whose intervals of keys one band fits."""
-  value = concrete(dense)
+  value = known_value(dense)
   if value is None:
     raise ValueError(
       "dense must be known: a traced mask's number of slices is not; dot_product_attention takes "
@@ -198,7 +198,7 @@ def shared_question(question_len: Any, answer_lens: Any) -> Parts:
   """A causal slice for the question, one per answer."""
   answers = as_int32("answer_lens", answer_lens, ("num_answers",))
   if not isinstance(answers, np.ndarray):
-    raise ValueError("answer_lens must be concrete: the mask's length depends on them")
+    raise ValueError("answer_lens must be known: the mask's length depends on them")
   if (answers < 0).any():
     raise ValueError(f"answer_lens must not be negative, but one is {answers.min()}")
   question_len = check_length("question_len", question_len)

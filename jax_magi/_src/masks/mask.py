@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_magi._src.arguments import as_int32, check_length, check_position, concrete
+from jax_magi._src.arguments import as_int32, check_length, check_position, known_value
 from jax_magi._src.masks import constructors
 from jax_magi._src.masks.plot import plot_slices
 from jax_magi._src.masks.slices import (
@@ -42,8 +42,9 @@ class AttentionMask:
   The mask is data: `slices` may be traced, and new slices of the same shape never recompile.
   Slices of zeros are padding and cost nothing.
 
-  No pair may be covered by two slices. Concrete slices are checked when the mask is made; traced
-  ones cannot be, and the result for a pair covered twice is not defined.
+  No pair may be covered by two slices. Slices that are known (numpy, or JAX arrays outside of jit)
+  are checked when the mask is made. Traced ones cannot be, and the result for a pair covered twice
+  is not defined.
 
   Masks are equal if their lengths and slices are, in the same order; traced slices only equal
   themselves. A mask has a hash, so that it can be a static argument of `jax.jit`.
@@ -116,7 +117,7 @@ class AttentionMask:
       q_ranges: int `[n, 2]`, half open.
       k_ranges: int `[n, 2]`, half open.
       attn_type_map: int `[n]` of `MaskType`; None is FULL.
-      q_len: number of queries; may be left out for concrete ranges (the largest end).
+      q_len: number of queries; may be left out for known ranges (the largest end).
       k_len: number of keys, likewise.
     """
     return cls(
@@ -173,7 +174,7 @@ class AttentionMask:
     """Packed documents, given by each token's document number; traced ids are welcome.
 
     Tokens see the tokens of their own document. Each document's tokens must be contiguous; for
-    concrete ids that is checked. For traced ids it is not, and tokens with a number above
+    known ids that is checked. For traced ids it is not, and tokens with a number above
     `max_segments` see nothing.
 
     Args:
@@ -240,7 +241,7 @@ class AttentionMask:
   def _identity(self) -> tuple[Any, ...]:
     slices = self.slices
     if isinstance(slices, (np.ndarray, jax.Array)) and slices.dtype == np.int32:
-      value = concrete(slices)
+      value = known_value(slices)
       if value is not None:
         return self.q_len, self.k_len, value.shape, value.tobytes()
     # Traced, or whatever a tree_map put here.
@@ -313,7 +314,7 @@ class AttentionMask:
   # --- looking at it ---
 
   def to_dense(self) -> np.ndarray | jax.Array:
-    """bool `[q_len, k_len]`, True where visible; numpy if the slices are concrete."""
+    """bool `[q_len, k_len]`, True where visible; numpy if the slices are known."""
     if not isinstance(self.slices, np.ndarray):
       rows, keys = (jnp.arange(n, dtype=np.int32) for n in (self.q_len, self.k_len))
       return visible(self.slices, rows, keys)
@@ -324,14 +325,14 @@ class AttentionMask:
     return dense
 
   def area(self) -> int | jax.Array:
-    """Number of visible pairs: an exact int for concrete slices, else a float32 scalar."""
+    """Number of visible pairs: an exact int for known slices, else a float32 scalar."""
     total = area_of(self.slices).sum()
     return int(total) if isinstance(self.slices, np.ndarray) else total
 
   def plot(self, ax: Any = None, *, title: str | None = None) -> Any:
     """Draws the mask, one colour per slice, and returns the matplotlib axes.
 
-    Needs concrete slices and matplotlib (`pip install jax-magi[plot]`).
+    Needs known slices and matplotlib (`pip install jax-magi[plot]`).
     """
     return plot_slices(self.slices, self.q_len, self.k_len, ax=ax, title=title)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_magi._src.arguments import concrete
+from jax_magi._src.arguments import known_value
 
 # Rows drawn per slice: more than a figure has pixels.
 _MAX_ROWS = 2048
@@ -14,9 +14,9 @@ _MAX_ROWS = 2048
 
 def plot_slices(slices: Any, q_len: int, k_len: int, *, ax: Any, title: str | None) -> Any:
   """Draws slices, one colour each, and returns the matplotlib axes."""
-  table = concrete(slices)
+  table = known_value(slices)
   if table is None:
-    raise ValueError("plot needs concrete slices, got traced ones")
+    raise ValueError("plot needs known slices, got traced ones")
   import matplotlib.pyplot as plt
 
   if ax is None:
