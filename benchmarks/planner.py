@@ -17,10 +17,10 @@ from benchmarks.context_parallel import documents, shared_questions
 from jax_magi import AttentionMask
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
 from jax_magi._src.context_parallel.chunks import num_chunks
+from jax_magi._src.context_parallel.dispatch_choice import assign_by_area
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.local_slices import key_ranges
 from jax_magi._src.context_parallel.pieces import cut_by_chunks
-from jax_magi._src.context_parallel.plan import assign_by_area
 from jax_magi._src.masks.slices import area_of
 
 MILLION = 1 << 20
@@ -53,12 +53,12 @@ def measure(name: str, width: int | None, whole_keys: bool) -> str:
   """One line of the table."""
   make, cp_size, chunk_size = CASES[name]
   mask = make()
-  slices = mask.slices[area_of(mask.slices) > 0].astype(np.int64)
   if width is not None and cp_size <= width:
     width = None
 
   def plan():
-    return assign_by_area(slices, mask.q_len, chunk_size, cp_size, None, Links(), width)[0]
+    pieces = cut_by_chunks(mask.slices, chunk_size)
+    return assign_by_area(pieces, mask.q_len, chunk_size, cp_size, None, Links(), width)[0]
 
   def key():
     return jax_magi.magi_attn_flex_key(mask, cp_size=cp_size, chunk_size=chunk_size)
@@ -72,9 +72,11 @@ def measure(name: str, width: int | None, whole_keys: bool) -> str:
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
 
-  pieces, _, chunk = cut_by_chunks(slices, chunk_size)
-  area = np.bincount(chunk, area_of(pieces), num_chunks(mask.q_len, chunk_size, cp_size))
-  units = Units.of_chunks(area, chunk_size, chunk, *key_ranges(pieces))
+  pieces = cut_by_chunks(mask.slices, chunk_size)
+  area = np.bincount(
+    pieces.chunk, area_of(pieces.slices), num_chunks(mask.q_len, chunk_size, cp_size)
+  )
+  units = Units.of_chunks(area, chunk_size, pieces.chunk, *key_ranges(pieces.slices))
   links = Links()
   costs = CostModel(units, cp_size, width or cp_size, links.near_row, links.far_row).costs(plan())
   far = np.maximum(costs.far_received, costs.far_sent).max()

@@ -11,8 +11,9 @@ from jax_magi._src.context_parallel.assignment_cost import CostModel, Places, Un
 from jax_magi._src.context_parallel.assignment_pack import document_begins, packed
 from jax_magi._src.context_parallel.assignment_search import _new_rows
 from jax_magi._src.context_parallel.chunks import num_chunks
+from jax_magi._src.context_parallel.dispatch_choice import assign_by_area
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.plan import assign_by_area
+from jax_magi._src.context_parallel.pieces import cut_by_chunks
 from tests.test_cp_plan import random_documents
 
 
@@ -147,10 +148,12 @@ def test_rows_cross_to_other_nodes_less_if_nodes_are_known():
   cp_size, size = 32, 256
   for seed in range(3):
     documents = random_documents(cp_size * 8192, seed)
-    slices = AttentionMask.from_cu_seqlens(documents, causal=True).slices.astype(np.int64)
+    slices = AttentionMask.from_cu_seqlens(documents, causal=True).slices
     crossing = []
     for width in (None, 8):
-      ranks = assign_by_area(slices, documents[-1], size, cp_size, None, Links(), width)[0]
+      ranks = assign_by_area(
+        cut_by_chunks(slices, size), documents[-1], size, cp_size, None, Links(), width
+      )[0]
       begins, ends = np.array(documents[:-1]), np.array(documents[1:])
       chunk = np.arange(len(ranks))
       document = np.searchsorted(ends, chunk * size, side="right")
@@ -178,9 +181,9 @@ MANY = {
 @pytest.mark.parametrize("name", MANY)
 def test_memory_of_many_chunks(name):
   mask, cp_size, chunk_size, width = MANY[name]
-  slices = mask.slices.astype(np.int64)
   tracemalloc.start()
-  ranks = assign_by_area(slices, mask.q_len, chunk_size, cp_size, None, Links(), width)[0]
+  pieces = cut_by_chunks(mask.slices, chunk_size)
+  ranks = assign_by_area(pieces, mask.q_len, chunk_size, cp_size, None, Links(), width)[0]
   peak_bytes = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
   assert len(ranks) == num_chunks(mask.q_len, chunk_size, cp_size) == 16384

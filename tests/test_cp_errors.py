@@ -44,10 +44,7 @@ def _capacities(**changes):
       lambda: _key(capacities=_capacities(), transport="all_gather"),
       "capacities are of transport 'all_to_all', but transport is 'all_gather'",
     ),
-    (
-      lambda: jax_magi.key_for_new_mask(_rank(_key()), _MASK),
-      "known and of all 2 ranks",
-    ),
+    (lambda: jax_magi.key_for_new_mask(_rank(_key()), _MASK), "known and of all 2 ranks"),
     (lambda: stack_keys([]), "keys must hold at least one key"),
     (lambda: stack_keys([_key(), _key(overlap_degree=2)]), "have no union"),
     (

@@ -53,6 +53,14 @@ def check_length(name: str, length: Any) -> int:
   return number
 
 
+def check_positive(name: str, length: Any) -> int:
+  """A static integer in [1, 2**30)."""
+  number = check_length(name, length)
+  if number == 0:
+    raise ValueError(f"{name} must be positive, got 0")
+  return number
+
+
 def check_position(name: str, position: Any) -> int:
   """A static integer within +-2**30."""
   number = _check_integer(name, position)

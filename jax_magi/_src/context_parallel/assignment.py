@@ -59,7 +59,7 @@ def by_work(
   """int32 `[num_chunks]`, the rank of each chunk, in a few ways; all ranks have equally many.
 
   The first is the best by the rows that are needed. Others may be better once these are padded:
-  `make_plan` tells.
+  `plan_choice.py` tells.
 
   Args:
     chunks: units of one chunk.

@@ -8,8 +8,8 @@ import numpy as np
 
 from jax_magi._src.arguments import check_length
 from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
-from jax_magi._src.context_parallel.routes import is_near_first, levels_of
 from jax_magi._src.context_parallel.schedule import Order
+from jax_magi._src.context_parallel.transport import is_near_first, levels_of
 
 # How rows may travel; "auto" is one of the first three.
 TRANSPORTS = ("all_to_all", "all_gather", "two_level", "ragged")

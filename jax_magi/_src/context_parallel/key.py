@@ -61,6 +61,14 @@ class DistAttnKey:
     """To pin another key's with."""
     return self.spec.capacities
 
+  def dispatches(self) -> tuple[Dispatch, Dispatch]:
+    """Where queries and keys are. The key must be known, and whole."""
+    spec = self.spec
+    queries = _dispatch_of(self.q_chunks, spec.q_len, spec.q_chunk_size, spec.cp_size)
+    if not spec.is_cross:
+      return queries, queries
+    return queries, _dispatch_of(self.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
+
   def stats(self) -> PlanStats:
     """Work and rows of each rank: see `PlanStats`. The key must be known."""
     return stats_of(self.spec, self.areas(), self.slices, self.take_runs, self.pairs)
@@ -109,6 +117,19 @@ class DistAttnKey:
       f"DistAttnKey({s.q_len} x {s.k_len} on {s.cp_size} ranks of {s.q_local}, "
       f"transport={s.transport!r}, {s.capacities})"
     )
+
+
+def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dispatch:
+  """The dispatch that a whole, known key has."""
+  value = known_value(chunks)
+  if value is None or value.ndim != 2 or value.shape[0] != cp_size:
+    raise ValueError(f"key must be known and of all {cp_size} ranks")
+  ranks = np.empty(value.size, np.int32)
+  ranks[value] = np.arange(cp_size, dtype=np.int32)[:, None]
+  return Dispatch(length, chunk_size, cp_size, ranks)
+
+
+#####
 
 
 def check_key(key: Any) -> DistAttnKey:

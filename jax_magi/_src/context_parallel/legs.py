@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks
+from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop
 from jax_magi._src.context_parallel.intervals import STRIDE, starts_within, union
+from jax_magi._src.context_parallel.transport import Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +40,18 @@ class Rows:
     return Rows(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
 
-def legs_of(
-  rows: Rows, k_local: int, ranks: Ranks, levels: Sequence[str], num_transfers: int
-) -> list[Leg]:
+def legs_of(rows: Rows, transport: Transport) -> list[Leg]:
   """The parts of the way of all rows, one for each level."""
-  if levels == (ALL,):
-    return [Leg(ALL, ranks, k_local, num_transfers, rows, rows.owner, rows.rank)]
+  ranks = transport.ranks
+  if transport.levels == (ALL,):
+    return [Leg(ALL, transport, rows, rows.owner, rows.rank)]
   first = rows.rank - rows.rank % ranks.per_node  # Of the node that needs it.
   relay = first + rows.owner % ranks.per_node
   near = np.where(rows.owner // ranks.per_node == rows.rank // ranks.per_node, rows.owner, relay)
   return [
     # What stays in a node is sent by nobody, from its owner to itself.
-    Leg(NODE, ranks, k_local, num_transfers, rows, rows.owner, near),
-    Leg(LOCAL, ranks, k_local, num_transfers, rows, near, rows.rank),
+    Leg(NODE, transport, rows, rows.owner, near),
+    Leg(LOCAL, transport, rows, near, rows.rank),
   ]
 
 
@@ -69,20 +68,14 @@ class Leg:
   first_block: np.ndarray
 
   def __init__(
-    self,
-    level: str,
-    ranks: Ranks,
-    k_local: int,
-    num_transfers: int,
-    rows: Rows,
-    sender: np.ndarray,
-    receiver: np.ndarray,
+    self, level: str, transport: Transport, rows: Rows, sender: np.ndarray, receiver: np.ndarray
   ) -> None:
-    self.level, self.ranks, self.num_transfers = level, ranks, num_transfers
+    self.level, self.ranks = level, transport.ranks
+    self.num_transfers = transport.num_transfers
     self.sender, self.receiver = sender, receiver
     # Those of different nodes do not touch: they are not sent as one range.
-    self.stride = k_local + 1
-    self.row = rows.local + rows.owner // ranks.per_node * self.stride
+    self.stride = transport.k_local + 1
+    self.row = rows.local + rows.owner // self.ranks.per_node * self.stride
     moves = sender != receiver
     group = self._group(sender[moves], rows.transfer[moves], receiver[moves])
     begin = self.row[moves]

@@ -1,4 +1,4 @@
-"""Whether ranks share nodes as the caller says, where the devices of a mesh tell."""
+"""Which ranks share nodes: as the caller says, and as the devices of a mesh tell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh
+
+from jax_magi._src.arguments import check_positive
+from jax_magi._src.context_parallel.hops import Ranks
+
+
+def check_ranks(cp_size: int, per_node: Any) -> Ranks:
+  """The ranks and their nodes."""
+  if per_node is None:
+    return Ranks(cp_size, cp_size)
+  per_node = min(check_positive("ranks_per_node", per_node), cp_size)
+  if cp_size % per_node:
+    raise ValueError(f"ranks_per_node must divide cp_size={cp_size}, got {per_node}")
+  return Ranks(cp_size, per_node)
 
 
 def check_ranks_per_node(mesh: Any, axis_name: str, ranks_per_node: int | None) -> None:

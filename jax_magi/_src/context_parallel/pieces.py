@@ -19,6 +19,33 @@ from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
 
 
 @dataclasses.dataclass(frozen=True)
+class ChunkPieces:
+  """Parts of the mask's slices, cut by chunks of queries; each shows a key.
+
+  This is all that the planner takes of a mask. They are in the order of slices and queries.
+
+  Attributes:
+    slices: int64 `[n, 6]`, in positions of the whole mask.
+    index: which slice of the mask each is a part of.
+    chunk: the chunk of queries that it lies in.
+  """
+
+  slices: np.ndarray
+  index: np.ndarray
+  chunk: np.ndarray
+
+
+def cut_by_chunks(slices: np.ndarray, chunk_size: int) -> ChunkPieces:
+  """The pieces of a mask, whose slices are int32 `[num_slices, 6]`."""
+  slices = slices[area_of(slices) > 0].astype(np.int64)
+  index, chunk, begin, end = cut(slices[:, Q_BEGIN], slices[:, Q_END], chunk_size)
+  pieces = slices[index]
+  pieces[:, Q_BEGIN], pieces[:, Q_END] = begin, end
+  shows = _shows(pieces)
+  return ChunkPieces(pieces[shows], index[shows], chunk[shows])
+
+
+@dataclasses.dataclass(frozen=True)
 class Pieces:
   """Parts of the mask's slices, in the order of slices and queries; each shows a key.
 
@@ -60,22 +87,33 @@ class Pieces:
     return found
 
 
-def pieces_of(slices: np.ndarray, queries: Dispatch) -> Pieces:
-  """The pieces of a mask, by chunks of queries."""
-  s = slices[area_of(slices) > 0].astype(np.int64)
-  pieces, index, chunk = cut_by_chunks(s, queries.chunk_size)
-  begin = chunk * queries.chunk_size
-  shift = queries.local_begins()[chunk] - begin
-  return Pieces(queries.ranks[chunk].astype(np.int64), pieces, index, begin, shift)
+@dataclasses.dataclass(frozen=True)
+class Needs:
+  """What ranks compute, and the keys that they need: all of a plan but how rows travel.
+
+  Attributes:
+    keys: where they are.
+    of_chunks: the pieces of each chunk of queries.
+    pieces: the same in fewer pieces.
+    rows: what each rank's pieces show, each row once, by rank and position.
+    own: every rank's own runs of chunks, by rank and position.
+  """
+
+  keys: Dispatch
+  of_chunks: Pieces
+  pieces: Pieces
+  rows: Rows
+  own: Rows
 
 
-def cut_by_chunks(slices: np.ndarray, chunk_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Non-empty slices cut by chunks of queries: the pieces that show a key, whose, and the chunk."""
-  index, chunk, begin, end = cut(slices[:, Q_BEGIN], slices[:, Q_END], chunk_size)
-  pieces = slices[index]
-  pieces[:, Q_BEGIN], pieces[:, Q_END] = begin, end
-  shows = _shows(pieces)
-  return pieces[shows], index[shows], chunk[shows]
+def needs_of(pieces: ChunkPieces, queries: Dispatch, keys: Dispatch) -> Needs:
+  """The needs of ranks that hold these chunks of queries and of keys."""
+  begin = pieces.chunk * queries.chunk_size
+  shift = queries.local_begins()[pieces.chunk] - begin
+  rank = queries.ranks[pieces.chunk].astype(np.int64)
+  of_chunks = Pieces(rank, pieces.slices, pieces.index, begin, shift)
+  joined = of_chunks.joined()
+  return Needs(keys, of_chunks, joined, needed_rows(joined, keys), _own_rows(keys))
 
 
 def _shows(slices: np.ndarray) -> np.ndarray:
@@ -95,8 +133,7 @@ def needed_rows(pieces: Pieces, keys: Dispatch) -> Rows:
   return Rows(rank, begin, end - begin, run_owner[run], local, np.zeros_like(begin))
 
 
-def own_rows(keys: Dispatch) -> Rows:
-  """Every rank's own runs of chunks, by rank and position."""
+def _own_rows(keys: Dispatch) -> Rows:
   begin, end, rank, local = keys.runs()
   order = np.lexsort((begin, rank))
   rows = Rows(rank, begin, end - begin, rank, local, np.zeros_like(begin))

@@ -10,85 +10,16 @@ import dataclasses
 
 import numpy as np
 
-from jax_magi._src.context_parallel import assignment
-from jax_magi._src.context_parallel.assignment_cost import Units
-from jax_magi._src.context_parallel.assignment_pack import document_begins
-from jax_magi._src.context_parallel.chunks import Dispatch, num_chunks
 from jax_magi._src.context_parallel.hops import Hop, Ranks
 from jax_magi._src.context_parallel.intervals import exploded, starts_within
-from jax_magi._src.context_parallel.legs import Rows
 from jax_magi._src.context_parallel.links import Links
-from jax_magi._src.context_parallel.local_slices import key_ranges
-from jax_magi._src.context_parallel.pieces import (
-  cut_by_chunks,
-  needed_rows,
-  own_rows,
-  pieces_of,
-  stage_slices,
-)
-from jax_magi._src.context_parallel.routes import (
-  NEARLY_ALL,
-  Runs,
-  find_routes,
-  gathers_nodes,
-  levels_of,
-  moved_by_transport,
-  runs_of,
-  with_transfers,
-)
+from jax_magi._src.context_parallel.pieces import Needs, stage_slices
+from jax_magi._src.context_parallel.routes import Runs, find_routes, runs_of
 from jax_magi._src.context_parallel.schedule import Order
+from jax_magi._src.context_parallel.transfers import with_transfers
+from jax_magi._src.context_parallel.transport_choice import choose_transport
 from jax_magi._src.context_parallel.whole_queries import WholeQueries, whole_queries
-from jax_magi._src.masks.slices import Q_BEGIN, area_of
-
-
-def assign_by_area(
-  slices: np.ndarray,
-  q_len: int,
-  chunk_size: int,
-  cp_size: int,
-  keys: Dispatch | None,
-  links: Links,
-  ranks_per_node: int | None = None,
-) -> list[np.ndarray]:
-  """int32: the rank of each chunk of queries, and of the keys of the same number if keys is None.
-
-  There are several, the most promising first.
-
-  Args:
-    slices: int64 `[num_slices, 6]`.
-    q_len: number of queries.
-    chunk_size: of queries.
-    cp_size: number of ranks.
-    keys: where keys are, if they are dispatched on their own.
-    links: what moving a row costs.
-    ranks_per_node: neighbouring ranks that share a node; None is all.
-  """
-  count = num_chunks(q_len, chunk_size, cp_size)
-  pieces, _, chunk = cut_by_chunks(slices, chunk_size)
-  work = np.bincount(chunk, area_of(pieces), count)
-  units = Units.of_chunks(work, chunk_size, chunk, *key_ranges(pieces))
-  owners = documents = None
-  if keys is not None:
-    owners = np.arange(keys.num_chunks + 1) * keys.chunk_size, keys.ranks
-  else:
-    documents = _documents(slices, pieces, chunk, count, chunk_size)
-  return assignment.by_work(units, cp_size, links, ranks_per_node, owners, documents)
-
-
-def _documents(
-  slices: np.ndarray, pieces: np.ndarray, chunk: np.ndarray, count: int, chunk_size: int
-) -> np.ndarray:
-  """int64 `[count]`: the document of each chunk; of several, the one that needs the most keys."""
-  begins = document_begins(slices)
-
-  def document(position: np.ndarray) -> np.ndarray:
-    return np.maximum(np.searchsorted(begins, position, side="right") - 1, 0)
-
-  found = document(np.arange(count) * chunk_size)
-  first, last = key_ranges(pieces)
-  order = np.argsort(last - first, kind="stable")
-  found[chunk[order]] = document(pieces[order, Q_BEGIN])  # The last one counts.
-  return found
+from jax_magi._src.masks.slices import area_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,22 +68,18 @@ class Plan:
 
 
 def make_plan(
-  slices: np.ndarray,
-  queries: Dispatch,
-  keys: Dispatch,
+  needs: Needs,
   overlap_degree: int,
   ranks: Ranks,
-  transport: str = "auto",
-  given: tuple[tuple[Hop, ...], ...] | None = None,
-  links: Links | None = None,
-  is_whole: bool | None = None,
+  transport: str,
+  given: tuple[tuple[Hop, ...], ...] | None,
+  links: Links,
+  is_whole: bool | None,
 ) -> Plan:
-  """The plan of a mask (int32 slices) on a dispatch.
+  """The plan of what ranks need.
 
   Args:
-    slices: of the mask.
-    queries: where they are.
-    keys: likewise.
+    needs: of a mask on a dispatch.
     overlap_degree: as in `magi_attn_flex_key`.
     ranks: of the axis, and their nodes.
     transport: how rows travel; "auto" is the one that takes the least time.
@@ -161,72 +88,38 @@ def make_plan(
     is_whole: whether to plan whole queries, too. None is unless whole parts of all ranks' rows
       move: then most queries would wait for the last transfer.
   """
-  of_chunks = pieces_of(slices, queries)
-  pieces = of_chunks.joined()
-  rows = needed_rows(pieces, keys)
-  # Where the caller asked for pairs of equal size, all masks shall travel alike.
-  permutes = transport != "all_to_all"
-  if transport == "auto":
-    transport = _cheapest(rows, keys.local_length, ranks, links or Links())
-  gathers = _gathers(rows, keys.local_length, ranks, transport, given)
-  num_transfers = max(overlap_degree, 1)
-  arguments = keys.local_length, ranks, transport, num_transfers, gathers
-  rows = with_transfers(rows, *arguments)
+  rows, k_local, num_transfers = needs.rows, needs.keys.local_length, max(overlap_degree, 1)
+  way = choose_transport(rows, transport, ranks, k_local, num_transfers, given, links)
+  rows = with_transfers(rows, way)
   if overlap_degree:
     rows = rows[rows.owner != rows.rank]  # Own keys are a stage, and travel nowhere.
   rows = rows[np.lexsort((rows.begin, rows.transfer, rows.rank))]
-  routes = find_routes(rows, *arguments, permutes, given)
+  routes = find_routes(rows, way)
 
   group = rows.rank * num_transfers + rows.transfer
   places = starts_within(group, rows.size)
   taken = np.stack([np.zeros_like(places), places, *routes.sources.T], axis=1)
-  num_rows = np.bincount(group, rows.size, keys.cp_size * num_transfers).astype(np.int64)
+  num_rows = np.bincount(group, rows.size, ranks.count * num_transfers).astype(np.int64)
   buffers = [(rows[rows.transfer == t], places[rows.transfer == t]) for t in range(num_transfers)]
   if overlap_degree:
-    own = own_rows(keys)
-    buffers.insert(0, (own, own.local))
+    buffers.insert(0, (needs.own, needs.own.local))
   whole = None
-  if overlap_degree and (not gathers if is_whole is None else is_whole):
-    whole = whole_queries(of_chunks, routes, keys, ranks)
+  if overlap_degree and (not way.gathers if is_whole is None else is_whole):
+    whole = whole_queries(needs, routes, ranks)
   return Plan(
     overlap_degree=overlap_degree,
     num_stages=len(buffers),
     num_transfers=num_transfers,
-    slices=stage_slices([pieces] * len(buffers), buffers),
+    slices=stage_slices([needs.pieces] * len(buffers), buffers),
     hops=routes.hops,
     send_runs=routes.send_runs,
     take_runs=runs_of(group, taken, rows.size),
     sizes=routes.sizes,
-    num_rows=num_rows.reshape(keys.cp_size, num_transfers),
-    transport=transport,
+    num_rows=num_rows.reshape(ranks.count, num_transfers),
+    transport=way.name,
     ranks=ranks,
     whole=whole,
   )
-
-
-def _gathers(
-  rows: Rows, k_local: int, ranks: Ranks, transport: str, given: tuple[tuple[Hop, ...], ...] | None
-) -> bool:
-  """Whether whole parts of all ranks' rows move, at least between nodes."""
-  if given is not None:
-    return any(hop.kind == "all_gather" for hops in given for hop in hops)
-  if len(levels_of(transport, ranks)) == 2:
-    return gathers_nodes(rows, k_local, ranks)
-  return transport == "all_gather"
-
-
-def _cheapest(rows: Rows, k_local: int, ranks: Ranks, links: Links) -> str:
-  """The transport that takes the least time; of those that take about as long, the simplest."""
-  if ranks.count == 1:
-    return "all_to_all"
-  moved = moved_by_transport(rows, k_local, ranks)
-
-  def cost(transport: str) -> float:
-    far, near = moved[transport]
-    return max(far * links.far_row, near * links.near_row)
-
-  best = min(moved, key=cost)
-  return "all_gather" if NEARLY_ALL * cost("all_gather") <= cost(best) else best
 
 
 def to_table(

@@ -16,12 +16,11 @@ import dataclasses
 
 import numpy as np
 
-from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import Ranks, num_blocks
 from jax_magi._src.context_parallel.intervals import overlapping, starts_within
 from jax_magi._src.context_parallel.legs import Rows
 from jax_magi._src.context_parallel.local_slices import key_ranges
-from jax_magi._src.context_parallel.pieces import Pieces, needed_rows, own_rows, stage_slices
+from jax_magi._src.context_parallel.pieces import Needs, Pieces, needed_rows, stage_slices
 from jax_magi._src.context_parallel.routes import Routes, Runs, runs_of
 from jax_magi._src.masks.slices import area_of
 
@@ -52,13 +51,12 @@ class WholeQueries:
     return areas.astype(np.int64).reshape(num_ranks, -1)
 
 
-def whole_queries(pieces: Pieces, routes: Routes, keys: Dispatch, ranks: Ranks) -> WholeQueries:
+def whole_queries(needs: Needs, routes: Routes, ranks: Ranks) -> WholeQueries:
   """The stages of whole queries, for transfers that are planned already.
 
   Args:
-    pieces: of the mask, by chunks of queries.
+    needs: of the ranks.
     routes: of the rows that ranks need of others.
-    keys: where keys are.
     ranks: of the axis.
   """
   num_transfers = len(routes.hops)
@@ -67,14 +65,13 @@ def whole_queries(pieces: Pieces, routes: Routes, keys: Dispatch, ranks: Ranks) 
   # Blocks are numbered through all transfers, after that of own rows.
   counts = [sum(num_blocks(hop, ranks) for hop in hops) for hops in routes.hops]
   sources[:, 0] += np.cumsum([0, *counts])[rows.transfer]
-  pieces = pieces.cut_in_chunks(_UNIT)
+  pieces = needs.of_chunks.cut_in_chunks(_UNIT)
   stage = _stages(pieces, rows)
   parts = [pieces[stage == s].joined() for s in range(num_transfers + 1)]
-  own = own_rows(keys)
-  buffers = [(own, own.local)]
+  buffers = [(needs.own, needs.own.local)]
   groups, columns, sizes = [], [], []
   for transfer, part in enumerate(parts[1:]):
-    needed = needed_rows(part, keys)
+    needed = needed_rows(part, needs.keys)
     buffers.append((needed, starts_within(needed.rank, needed.size)))
     needed, taken = _with_sources(needed, rows, sources)
     places = starts_within(needed.rank, needed.size)

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_magi._src.arguments import check_choice, check_length
+from jax_magi._src.arguments import check_choice, check_positive
 from jax_magi._src.context_parallel.capacities import TRANSPORTS
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows
-from jax_magi._src.context_parallel.make_keys import check_ranks
-from jax_magi._src.context_parallel.nodes import check_ranks_per_node
-from jax_magi._src.context_parallel.routes import levels_of
+from jax_magi._src.context_parallel.nodes import check_ranks, check_ranks_per_node
+from jax_magi._src.context_parallel.transport import levels_of
 from jax_magi._src.exchange_check import on_mesh, rates
 from jax_magi._src.exchange_check.compare import DIRECTIONS, compare
 from jax_magi._src.exchange_check.report import ExchangeCheck, ExchangeRate, ExchangeReport
@@ -63,8 +62,7 @@ def check_exchange(
   ranks = check_ranks(count, ranks_per_node)
   check_ranks_per_node(mesh, axis_name, ranks_per_node)
   for name, value in (("rows", rows), ("width", width), ("repeats", repeats)):
-    if check_length(name, value) == 0:
-      raise ValueError(f"{name} must be positive, got 0")
+    check_positive(name, value)
   dtype = _check_dtype(dtype)
   platform = mesh.devices.flat[0].platform
   tables = _tables(_check_transports(transports, ranks, platform), ranks, rows, seed)

@@ -1,0 +1,55 @@
+"""Which collective a hop is, from the rows that each rank sends to each of its group."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows
+
+# Above this share of a cheaper way's rows, the simpler way is taken: all-gather needs no index.
+NEARLY_ALL = 0.9
+# Permutations that a hop may be made of. XLA runs two collectives beside one kernel, with the
+# options that we recommend: two permutations, or one for each of two levels.
+_MOST_SHIFTS = {ALL: 2, NODE: 1, LOCAL: 1}
+
+
+def cheapest_hop(level: str, size: np.ndarray, ranks: Ranks, *, permutes: bool = True) -> Hop:
+  """The one that moves least, for rows `[sender, group size]`."""
+  most = int(size.max(initial=0))
+  shifts = _by_shift(size, level, ranks)
+  used = np.flatnonzero(shifts)
+  is_cheaper = shifts.sum() < NEARLY_ALL * (len(shifts) - 1) * most
+  if permutes and 0 < len(used) <= _MOST_SHIFTS[level] and is_cheaper:
+    return Hop(level, "permute", tuple(shifts[used].tolist()), tuple(used.tolist()))
+  return Hop(level, "all_to_all", (most,))
+
+
+def cheapest_rows(level: str, size: np.ndarray, ranks: Ranks) -> int:
+  """Rows that it moves, padding included."""
+  return moved_rows(cheapest_hop(level, size, ranks), ranks)
+
+
+def hop_like(hop: Hop, size: np.ndarray, ranks: Ranks) -> Hop:
+  """A hop of a given kind, with the rows that are needed."""
+  if hop.kind == "all_gather":
+    return hop
+  if hop.kind != "permute":
+    return dataclasses.replace(hop, rows=(int(size.max(initial=0)),))
+  shifts = _by_shift(size, hop.level, ranks)
+  missing = sorted(set(np.flatnonzero(shifts).tolist()).difference(hop.shifts))
+  if missing:
+    raise ValueError(
+      f"capacities.hops have room for rows to ranks {list(hop.shifts)} places further on, but "
+      f"this mask needs {missing}: take the union (|) of its own capacities and these"
+    )
+  return dataclasses.replace(hop, rows=tuple(int(shifts[shift]) for shift in hop.shifts))
+
+
+def _by_shift(sizes: np.ndarray, level: str, ranks: Ranks) -> np.ndarray:
+  """The most rows that any rank sends to the one that many places further on in its group."""
+  group = ranks.group_size(level)
+  index = ranks.index(level, np.arange(ranks.count))
+  peers = (index[:, None] + np.arange(group)[None]) % group
+  return np.take_along_axis(sizes, peers, axis=1).max(axis=0, initial=0).astype(np.int64)

@@ -1,0 +1,127 @@
+"""The best plan of a mask, by what is predicted of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from jax_magi._src.arguments import check_choice, check_length
+from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities
+from jax_magi._src.context_parallel.chunks import Dispatch
+from jax_magi._src.context_parallel.hops import ALL, Ranks
+from jax_magi._src.context_parallel.key import DistAttnKey, make_key
+from jax_magi._src.context_parallel.links import Links
+from jax_magi._src.context_parallel.pieces import ChunkPieces, needs_of
+from jax_magi._src.context_parallel.plan import Plan, make_plan
+from jax_magi._src.context_parallel.predict import best_orders, predict, stage_seconds
+from jax_magi._src.context_parallel.transport import levels_of
+
+# Degrees that "auto" chooses from.
+_DEGREES = (0, 1, 2, 4)
+
+
+def choose_plan(
+  pieces: ChunkPieces,
+  sides: list[tuple[Dispatch, Dispatch]],
+  overlap_degree: Any,
+  capacities: Any,
+  transport: Any,
+  ranks: Ranks,
+  links: Links,
+) -> DistAttnKey:
+  """The key of the plan that is predicted to finish first, of several dispatches and degrees.
+
+  Args:
+    pieces: of the mask, by chunks of queries.
+    sides: where queries and keys may be.
+    overlap_degree: as in `magi_attn_flex_key`, and so the next two.
+    capacities: see above.
+    transport: see above.
+    ranks: of the axis, and their nodes.
+    links: what moving a row costs.
+  """
+  check_choice("transport", transport, ("auto", *TRANSPORTS))
+  if transport == "ragged" and ranks.num_nodes > 1:
+    raise ValueError(
+      f"transport='ragged' is for the GPUs of one node, but {ranks.count} ranks are on "
+      f"{ranks.num_nodes} nodes: XLA would make an all-gather of it; take 'two_level'"
+    )
+  if transport == "two_level" and len(levels_of(transport, ranks)) == 1:
+    transport = "all_to_all"  # Of one node, or of nodes of one rank, it is the same.
+  degrees = _check_degree(overlap_degree)
+  hops = None
+  if capacities is not None:
+    if not isinstance(capacities, Capacities):
+      raise ValueError(f"capacities must be Capacities, got {type(capacities).__name__}")
+    if capacities.overlap_degree not in degrees:
+      raise ValueError(f"overlap_degree is {overlap_degree}, but capacities are of {capacities}")
+    degrees, hops = (capacities.overlap_degree,), capacities.hops
+    transport = _transport_of(capacities, transport, ranks)
+  is_free = capacities is None and not isinstance(overlap_degree, (int, np.integer))
+  is_whole, orders = None if is_free else False, None
+  if capacities is not None:
+    sides = sides[:1]  # Others may need more room than there is.
+    is_whole, orders = capacities.whole_rows is not None, capacities.orders
+  best, key = math.inf, None
+  for queries, keys in sides:
+    needs = needs_of(pieces, queries, keys)
+    for degree in degrees:
+      plan = make_plan(needs, degree, ranks, transport, hops, links, is_whole)
+      plan = plan if orders is None else dataclasses.replace(plan, orders=orders)
+      plan, seconds = _scheduled(plan, links, is_free=is_free)
+      if key is None or seconds < best:
+        best, key = seconds, (plan, queries, keys)
+  assert key is not None
+  return make_key(*key, capacities)
+
+
+def _check_degree(degree: Any) -> tuple[int, ...]:
+  """The degrees to choose from."""
+  if isinstance(degree, str):
+    if degree != "auto":
+      raise ValueError(f"overlap_degree must be numbers or 'auto', got {degree!r}")
+    return _DEGREES
+  if isinstance(degree, (tuple, list)):
+    if not degree:
+      raise ValueError("overlap_degree must be at least one number, got none")
+    return tuple(check_length("overlap_degree", one) for one in degree)
+  return (check_length("overlap_degree", degree),)
+
+
+def _scheduled(plan: Plan, links: Links, *, is_free: bool) -> tuple[Plan, float]:
+  """The plan, with the best stages and orders if it is free, and when it is predicted to finish."""
+  choices = [plan]
+  if is_free and plan.whole is not None:
+    choices.append(dataclasses.replace(plan, whole=None))
+  best, found = math.inf, plan
+  for choice in choices:
+    areas = plan.areas() if choice.whole is None else choice.whole.areas(), plan.areas()
+    is_merged = choice.whole is None and bool(plan.overlap_degree)
+    kernels = stage_seconds(*areas, links, is_merged=is_merged)
+    if is_free and plan.overlap_degree and plan.ranks.count > 1:
+      orders = best_orders(plan.hops, plan.ranks, kernels, links)
+      choice = dataclasses.replace(choice, orders=orders)
+    arguments = plan.hops, plan.ranks, plan.overlap_degree, kernels, links, choice.orders
+    seconds = predict(*arguments).total
+    if seconds < best:
+      best, found = seconds, choice
+  return found, best
+
+
+def _transport_of(capacities: Capacities, transport: str, ranks: Ranks) -> str:
+  """The transport that capacities are of."""
+  levels = {hop.level for hops in capacities.hops for hop in hops}
+  kind = capacities.hops[0][0].kind
+  found = "two_level" if levels != {ALL} else "all_to_all" if kind == "permute" else kind
+  if transport not in ("auto", found) or not levels.issubset(levels_of(found, ranks)):
+    raise ValueError(
+      f"capacities are of transport {found!r}, but transport is {transport!r}, with "
+      f"{ranks.per_node} ranks to a node: {capacities}"
+    )
+  return found
+
+
+####
