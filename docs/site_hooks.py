@@ -3,19 +3,36 @@
 README.md is the first page; CONTRIBUTING.md and its like, the results of benchmarks and the
 examples keep their places in the repository, as pages or files of the site. Links between them are
 those that work in the repository, and are moved by one folder here.
+
+Pages also open from the file system, without a network. What Material would fetch from the internet
+is replaced: mermaid.js comes from the mermaidx package, and docs/javascripts has the search's part.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
+MERMAID, SEARCH = "javascripts/mermaid.js", "javascripts/file_search.js"
+SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/*", "examples/*.py")
+
+
+def on_config(config):
+  """Adds the issue tracker's link, which follows from that of the repository."""
+  project = next(entry["Project"] for entry in config.nav if "Project" in entry)
+  project.append({"Issues": f"{config.repo_url.rstrip('/')}/issues"})
+  return config
 
 
 def on_files(files, config):
   """Adds the files."""
+  # Not imported: only one file of the package is used.
+  package = importlib.util.find_spec("mermaidx").submodule_search_locations[0]
+  script = Path(package) / "assets" / "mermaid.js"
+  files.append(File.generated(config, MERMAID, abs_src_path=str(script)))
   files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
   for path in sorted(path for pattern in MORE for path in ROOT.glob(pattern)):
     name = path.relative_to(ROOT).as_posix()
@@ -30,3 +47,18 @@ def on_page_markdown(markdown, page, config, files):
     up = "../" * len(source.parent.relative_to(ROOT / "docs").parts)
     return re.sub(rf"\]\({up}\.\./", f"]({up}", markdown)
   return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
+
+
+def on_post_page(output, page, config):
+  """Puts the site's own scripts in the place of those that Material loads from elsewhere."""
+  up = "../" * page.file.dest_uri.count("/")
+  own = [SEARCH]
+  if '<pre class="mermaid">' in output:
+    own.append(MERMAID)
+  assert output.count(SHIM) == 1  # The search would not work.
+  return output.replace(SHIM, "".join(f'<script src="{up}{name}"></script>' for name in own))
+
+
+def on_post_template(output, template_name, config):
+  """The same for the page of links that lead nowhere, which servers show."""
+  return output.replace(SHIM, "")
