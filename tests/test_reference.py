@@ -15,6 +15,7 @@ _MODULES = (jax_magi, optim, overlap, exchange)
 # Methods that other parts of the package call. Users have no use for them.
 _INTERNAL = {
   "AttentionMask": {"tree_flatten_with_keys", "tree_unflatten"},
+  "DistAttnKey": {"dispatches"},
   "ExchangeReport": {"level_name"},
   "Links": {"near_row", "far_row"},
   "MlaProjections": {"roles"},
