@@ -118,6 +118,24 @@ def test_all_orders_on_all_meshes(axis_type, order, keeps):
   _check(make_mesh(axis_type, dp=2, cp=2, tp=2), order, (6, 0), keep_remote_kv=keeps)
 
 
+def test_documents_that_are_broken_are_nan_on_all_ranks():
+  (q, k, v, _), _ = _rows()
+  mesh = make_mesh(cp=2)
+  rows = jax_magi.zigzag_positions(_LENGTH, 2)
+
+  @quick_jit
+  def fun(ids):
+    return jax_magi.context_parallel_attention(
+      *(q, k, v), segment_ids=ids, max_segments=2, padding_id=-1, mesh=mesh, implementation=NATIVE
+    )[0]
+
+  ids = np.stack([_ids(40, 8), _ids(8, 40)]) * 5 - 5  # From 0.
+  assert np.isfinite(fun(ids[:, rows])).all()
+  ids[0, -1] = 0
+  out = fun(ids[:, rows])
+  assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
 def test_one_sequence_in_order_and_without_documents():
   (q, k, v, _), _ = _rows()
   mesh = make_mesh(cp=4)

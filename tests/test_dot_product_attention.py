@@ -191,14 +191,19 @@ def test_bad_batch_of_masks_is_named(change, match):
     ({"local_window_size": (-1, 2)}, ValueError, "local_window_size"),
     ({"local_window_size": 2.0}, ValueError, "local_window_size"),
     (
-      {"segment_ids": np.full((3, 40), 5, np.int32), "max_segments": 2},
+      {"segment_ids": np.repeat([[4, 5, 9]] * 3, [20, 10, 10], axis=1), "max_segments": 2},
       ValueError,
-      "ids must lie in",
+      "segment_ids must have at most max_segments = 2, got 3",
     ),
     (
       {"segment_ids": np.tile([1, 2], (3, 20)).astype(np.int32), "max_segments": 2},
       ValueError,
       "contiguous",
+    ),
+    (
+      {"segment_ids": np.ones((3, 40), np.int32), "max_segments": 2, "padding_id": 0.5},
+      ValueError,
+      "padding_id must be a static integer or None, got 0.5",
     ),
     ({"scale": np.inf}, ValueError, "^scale must be finite"),
   ],
@@ -240,20 +245,80 @@ def test_known_documents_and_lengths_stay_known_under_jit(kind):
   assert seen[0].known is not None
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
-@pytest.mark.parametrize("number", [3, -1])
-def test_traced_documents_out_of_bounds_are_nan(number, implementation):
-  q = normal(3, 16, 2, 8)
-  ids = np.tile(np.repeat([1, 2], 8), (3, 1)).astype(np.int32)
-  bad = ids.copy()
-  bad[0, -1], bad[2] = number, number
+_ROW = np.repeat([1, 2], 8).astype(np.int32)
+_BROKEN_ROWS = {
+  "too_many": np.append(_ROW[:-1], 3),
+  "negative": np.append(_ROW[:-1], -1),
+  "all_negative": np.full(16, -1, np.int32),
+  "split": np.concatenate([_ROW[:-1], [1]]),
+  "split_by_padding": np.where(np.arange(16) == 3, 0, _ROW),
+}
 
+
+@pytest.mark.parametrize("implementation", ["cpu", "blockwise"])
+def test_traced_documents_that_are_broken_are_nan(implementation):
+  q = normal(3, 16, 2, 8)
+
+  @jax.jit
   def fun(q, ids):
     return jax_magi.dot_product_attention(
       q, q, q, segment_ids=ids, max_segments=2, return_residual=True, implementation=implementation
     )
 
-  out, lse = jax.jit(fun)(q, bad)
-  expected, _ = fun(q, ids)
-  assert np.isnan(out[::2]).all() and np.isnan(lse[::2]).all()
-  np.testing.assert_allclose(out[1], expected[1], rtol=1e-5, atol=1e-6)
+  expected, _ = fun(q, np.tile(_ROW, (3, 1)))
+  assert np.isfinite(expected).all()
+  for row in _BROKEN_ROWS.values():
+    out, lse = fun(q, np.stack([row, _ROW, row]).astype(np.int32))
+    assert np.isnan(out[::2]).all() and np.isnan(lse[::2]).all()
+    np.testing.assert_allclose(out[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
+_DOCUMENTS = np.repeat([[7, 3, 0], [0, 2**31 - 1, 9]], [6, 5, 5], axis=1)
+
+
+@pytest.mark.parametrize("padding_id", [-1, 0, None])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_numbers_of_documents_as_pipelines_have_them(padding_id, is_traced):
+  """From 0, numbers of a corpus in any order, and padding that is -1, 0 or not there."""
+  q = normal(2, 16, 2, 8)
+  ids = _DOCUMENTS.copy()
+  if padding_id == -1:
+    ids[0, -5:] = -1
+
+  def fun(q, ids):
+    return jax_magi.dot_product_attention(
+      q, q, q, segment_ids=ids, max_segments=3, padding_id=padding_id, is_causal=True
+    )
+
+  ours = jax.jit(fun)(q, ids.astype(np.int32)) if is_traced else fun(q, ids)
+  same = (ids[:, None, :, None] == ids[:, None, None, :]) & np.tri(16, dtype=bool)
+  if padding_id is not None:
+    same &= (ids != padding_id)[:, None, None]
+  expected = jax.nn.dot_product_attention(q, q, q, mask=jnp.asarray(same))
+  is_seen = same.any(-1)[:, 0, :, None, None]
+  np.testing.assert_allclose(ours, np.where(is_seen, expected, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_new_numbers_compile_nothing():
+  q = normal(1, 16, 2, 8)
+  fun = jax.jit(
+    lambda ids: jax_magi.dot_product_attention(q, q, q, segment_ids=ids, max_segments=3)
+  )
+  for ids in (_DOCUMENTS[:1], _DOCUMENTS[1:], np.ones((1, 16))):
+    fun(ids.astype(np.int32))
+  assert fun._cache_size() == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_numbers_that_32_bits_cannot_hold(dtype):
+  """Different ones must not become the same."""
+  ids = np.repeat(np.array([2**31 + 1, 2**31 + 2], dtype), 8)[None]
+  q = normal(1, 16, 2, 8)
+
+  def fun(ids):
+    return jax_magi.dot_product_attention(q, q, q, segment_ids=ids, max_segments=2)
+
+  with pytest.raises(ValueError, match="segment_ids must fit in 32 bits"):
+    fun(ids)
+  if dtype == np.uint32:
+    assert np.isnan(jax.jit(fun)(ids)).all()

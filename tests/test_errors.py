@@ -124,7 +124,7 @@ def test_bad_range_is_named(arguments, match):
     (lambda: AttentionMask.sliding_window(8, left=-1), "left must be"),
     (lambda: AttentionMask.prefix_lm(9, 8), "prefix_len must be at most"),
     (lambda: AttentionMask.block_causal(0, 8), "block_size must be positive"),
-    (lambda: AttentionMask.from_segment_ids(np.array([1, 3]), 2), "ids must lie in"),
+    (lambda: AttentionMask.from_segment_ids(np.array([1, 3]), 1), "ids must have at most"),
     (lambda: AttentionMask.from_segment_ids(np.array([1, 2, 1]), 2), "1 is not"),
     (lambda: AttentionMask.from_segment_ids(np.array([1.0]), 2), "ids must hold integers"),
     (lambda: AttentionMask.from_cu_seqlens([0, 3, 2]), "cu_seqlens_q must not decrease"),

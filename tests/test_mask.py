@@ -165,9 +165,9 @@ def test_segment_ids_with_window():
   np.testing.assert_array_equal(causal.to_dense(), expected & (j <= i))
 
 
-def test_traced_segment_ids_above_the_bound_see_nothing():
+def test_traced_documents_after_the_last_that_fits_see_nothing():
   ids = jnp.array([1, 1, 7, 7])
-  dense = jax.jit(lambda ids: AttentionMask.from_segment_ids(ids, 2).to_dense())(ids)
+  dense = jax.jit(lambda ids: AttentionMask.from_segment_ids(ids, 1).to_dense())(ids)
   np.testing.assert_array_equal(
     dense, _segment_mask(np.array([1, 1, 0, 0]), np.array([1, 1, 9, 9]), False)
   )

@@ -121,11 +121,8 @@ def known_value(x: Any) -> np.ndarray | None:
   return np.asarray(x)
 
 
-def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32.
-
-  Traced integers are clipped to +-2**30, known ones must be inside.
-  """
+def as_integers(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
+  """Checks that `x` holds integers of `shape` (a string stands for any length); numpy if known."""
   try:
     value = known_value(x)
   except ValueError:  # Lists of different lengths.
@@ -141,11 +138,21 @@ def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | ja
   ):
     expected = "[" + ", ".join(str(n) for n in shape) + "]"
     raise ValueError(f"{name} must be {expected}, got {list(array.shape)}")
-  if value is None:
+  checked: np.ndarray | jax.Array = array
+  return checked
+
+
+def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
+  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32.
+
+  Traced integers are clipped to +-2**30, known ones must be inside.
+  """
+  array = as_integers(name, x, shape)
+  if not isinstance(array, np.ndarray):
     # Those of a wider type would wrap; positions this far out mean the same.
     limits = jnp.iinfo(array.dtype)
     array = jnp.clip(array, max(limits.min, -MAX_LENGTH), min(limits.max, MAX_LENGTH))
     return array.astype(jnp.int32)
-  if value.size and (value.max() > MAX_LENGTH or value.min() < -MAX_LENGTH):
-    raise ValueError(f"{name} must lie within +-2**30, got {value.min()} .. {value.max()}")
-  return value.astype(np.int32)
+  if array.size and (array.max() > MAX_LENGTH or array.min() < -MAX_LENGTH):
+    raise ValueError(f"{name} must lie within +-2**30, got {array.min()} .. {array.max()}")
+  return array.astype(np.int32)

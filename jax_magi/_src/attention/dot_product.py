@@ -11,7 +11,7 @@ import numpy as np
 from jax_magi._src.arguments import check_flag, has_symbols
 from jax_magi._src.attention import checks, ops
 from jax_magi._src.attention.api import AttnForwardMeta
-from jax_magi._src.attention.visibility import hidden_by_bias, poisoned_rows, visible_slices
+from jax_magi._src.attention.visibility import hidden_by_bias, visible_slices
 from jax_magi._src.masks.windows import band_around, window_band
 
 
@@ -32,6 +32,7 @@ def dot_product_attention(
   segment_ids: Any = None,
   kv_segment_ids: Any = None,
   max_segments: int | None = None,
+  padding_id: int | None = 0,
   softcap: float = 0.0,
   sink: jax.Array | None = None,
   alibi_slopes: jax.Array | None = None,
@@ -73,11 +74,13 @@ def dot_product_attention(
       is no limit.
     implementation: as in `attention`.
     return_residual: whether to return (out, lse).
-    segment_ids: int32 `[batch, q_len]`, documents packed one after the other; 0 is padding.
-    kv_segment_ids: int32 `[batch, k_len]`; None is `segment_ids`.
-    max_segments: static bound on the document numbers, needed with `segment_ids`. Numbers that are
-      known and outside 0 .. max_segments are an error; where they are traced, all results of that
-      row of the batch are NaN.
+    segment_ids: int `[batch, q_len]`, the number of each token's document, as in
+      `AttentionMask.from_segment_ids`. Numbers that are known and negative, documents that are not
+      contiguous, and more than `max_segments` of them are an error; where numbers are traced, all
+      results of that row of the batch are NaN.
+    kv_segment_ids: int `[batch, k_len]`; None is `segment_ids`.
+    max_segments: how many documents a row may have (static), needed with `segment_ids`.
+    padding_id: the number of padding, which sees nothing: often 0 or -1; None is none.
     softcap: as in `attention`.
     sink: as in `attention`.
     alibi_slopes: as in `attention`, or `[batch, num_q_heads]`.
@@ -138,18 +141,18 @@ def dot_product_attention(
   sink = xp.broadcast_to(sink, (batch, q.shape[2]))
 
   shape = (batch, q.shape[2], q.shape[1], k.shape[1])
-  slices, dense = visible_slices(
+  slices, dense, is_broken = visible_slices(
     shape,
     band_around(0, window_band("local_window_size", local_window_size, is_causal=is_causal)),
     {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths},
     {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids},
     max_segments,
+    padding_id,
     mask,
   )
-  is_poisoned = poisoned_rows({"q": segment_ids, "k": kv_segment_ids}, max_segments)
-  if is_poisoned is not None:
+  if is_broken is not None:
     # A sink that is NaN makes all of a row so, and costs no pass over the output.
-    sink = sink + jnp.where(is_poisoned, np.float32(np.nan), np.float32(0))[:, None]
+    sink = sink + jnp.where(is_broken, np.float32(np.nan), np.float32(0))[:, None]
   bias = checks.check_bias(bias, shape, q.dtype)
   if dense is not None:
     bias = hidden_by_bias(dense, bias, k.shape[1], q.dtype)

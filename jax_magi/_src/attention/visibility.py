@@ -15,6 +15,7 @@ from jax_magi._src.attention.checks import check_broadcastable, slices_of_batch
 from jax_magi._src.masks import constructors
 from jax_magi._src.masks.cover import cover
 from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.masks.segments import as_ids, everything_if
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
 from jax_magi._src.transforms.explicit import merged_spec, with_auto_axes
 
@@ -29,8 +30,9 @@ def visible_slices(
   lengths: dict[str, Any],
   segments: dict[str, Any],
   max_segments: int | None,
+  padding_id: int | None,
   mask: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
   """Slices, and what they cannot say.
 
   Args:
@@ -39,19 +41,22 @@ def visible_slices(
     lengths: query_seq_lengths and key_value_seq_lengths, each of them may be None.
     segments: segment_ids and kv_segment_ids, likewise.
     max_segments: how many documents there may be.
+    padding_id: the number of padding.
     mask: an `AttentionMask`, one for each row of the batch, a boolean array, or None.
 
   Returns:
-    int32 `[batch or 1, num_slices, 6]`; and a boolean array to be made a bias, or None.
+    int32 `[batch or 1, num_slices, 6]`; a boolean array to be made a bias, or None; and bool
+    `[batch]`, where traced document numbers are broken, or None.
   """
   batch, _, q_len, k_len = shape
   sizes = batch, q_len, k_len
   slices, dense = _mask_slices(mask, shape)
-  parts = [_length_slices(sizes, band, lengths), _segment_slices(sizes, segments, max_segments)]
-  parts = [part for part in (*parts, slices) if part is not None]
+  documents, is_broken = _segment_slices(sizes, segments, max_segments, padding_id)
+  parts = [_length_slices(sizes, band, lengths), documents, slices]
+  parts = [part for part in parts if part is not None]
   if not parts:
-    return np.array([[[0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]]], np.int32), dense
-  return functools.reduce(intersected, parts), dense
+    parts = [np.array([[[0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]]], np.int32)]
+  return functools.reduce(intersected, parts), dense, is_broken
 
 
 def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
@@ -95,49 +100,39 @@ def _length_slices(
 
 
 def _segment_slices(
-  sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any
-) -> Any:
-  """One slice for each document; None if there are no documents."""
+  sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any, padding_id: Any
+) -> tuple[Any, Any]:
+  """One slice for each document, and where numbers are broken; None if there are none."""
   batch, q_len, k_len = sizes
   given = {
-    name: as_int32(name, _with_batch(x), (batch, length))
+    name: as_ids(name, _with_batch(x), (batch, length))
     for (name, x), length in zip(segments.items(), (q_len, k_len), strict=True)
     if x is not None
   }
   if not given:
-    return None
+    return None, None
   if "segment_ids" not in given:
     raise ValueError("kv_segment_ids needs segment_ids")
   if max_segments is None:
-    raise ValueError("segment_ids needs max_segments, a static bound on the document numbers")
-  ids = given["segment_ids"]
-  kv_ids = given.get("kv_segment_ids", ids)
-  if kv_ids.shape[1] != k_len:
+    raise ValueError("segment_ids needs max_segments, a static bound on the documents of a row")
+  both = tuple(given.values())
+  if both[-1].shape[1] != k_len:
     raise ValueError(f"kv_segment_ids must be given: query and key have {q_len} and {k_len} tokens")
 
-  names = "segment_ids", "segment_ids" if kv_ids is ids else "kv_segment_ids"
+  def documents(*ids: Any) -> Any:
+    return constructors.checked_segment_ids(
+      ids[0],
+      max_segments,
+      kv_ids=None if len(ids) == 1 else ids[1],
+      padding_id=padding_id,
+      names=("segment_ids", "kv_segment_ids"),
+    )
 
-  def documents(ids: Any, kv_ids: Any) -> Any:
-    slices, _, _ = constructors.from_segment_ids(ids, max_segments, kv_ids=kv_ids, names=names)
-    return slices
-
-  if isinstance(ids, np.ndarray) and isinstance(kv_ids, np.ndarray):  # Row by row, and checked.
-    slices = np.array([documents(*row) for row in zip(ids, kv_ids, strict=True)], np.int32)
-    return slices.reshape(batch, max_segments, 6)
-  slices = jax.vmap(documents)(jnp.asarray(ids), jnp.asarray(kv_ids))
-  # Rows of the batch that are poisoned see everything, so that every token shows it.
-  everything = np.zeros((1, max_segments, 6), np.int32)
-  everything[:, :1] = [0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]
-  is_poisoned = poisoned_rows(segments, max_segments).astype(np.int32)[:, None, None]
-  return slices * (1 - is_poisoned) + everything * is_poisoned
-
-
-def poisoned_rows(segments: dict[str, Any], max_segments: Any) -> Any:
-  """bool `[batch]`: where traced document numbers are out of bounds; None if all are known."""
-  traced = [_with_batch(x) for x in segments.values() if x is not None and known_value(x) is None]
-  if not traced:
-    return None
-  return functools.reduce(jnp.logical_or, [((x < 0) | (x > max_segments)).any(1) for x in traced])
+  if all(isinstance(x, np.ndarray) for x in both):  # Row by row, and checked.
+    slices = np.array([documents(*row)[0] for row in zip(*both, strict=True)], np.int32)
+    return slices.reshape(batch, max_segments, 6), None
+  slices, is_broken = jax.vmap(documents)(*map(jnp.asarray, both))
+  return everything_if(is_broken, slices, q_len, k_len), is_broken
 
 
 def _with_batch(ids: Any) -> Any:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.arguments import as_int32
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.context_parallel.capacities import Capacities
@@ -24,6 +23,7 @@ from jax_magi._src.context_parallel.rank_call import (
   part_of_rank,
 )
 from jax_magi._src.context_parallel.whole_arrays import Layout, Placed, attend_whole
+from jax_magi._src.masks.segments import as_ids
 
 
 def calc_attn(
@@ -107,6 +107,7 @@ def context_parallel_attention(
   *,
   segment_ids: Any = None,
   max_segments: int | None = None,
+  padding_id: int | None = 0,
   causal: bool = True,
   window: tuple[int | None, int | None] | None = None,
   order: str = "zigzag",
@@ -131,10 +132,11 @@ def context_parallel_attention(
     k: `[rows, num_kv_heads, head_dim]`, or with a leading batch.
     v: `[rows, num_kv_heads, value_dim]`, or with a leading batch.
     key: one for the whole batch, or a stack (`stack_keys`) with one for each row; None is no plan,
-      and the next five arguments are for that alone.
-    segment_ids: int32 `[rows]`, or with a leading batch, in the order of q, as in
+      and the next six arguments are for that alone.
+    segment_ids: int `[rows]`, or with a leading batch, in the order of q: document numbers as in
       `dot_product_attention`; None is a single document.
     max_segments: as in `dot_product_attention`.
+    padding_id: as in `dot_product_attention`.
     causal: whether tokens see only those before them.
     window: (left, right), as in `AttentionMask.sliding_window`.
     order: of rows over ranks: "zigzag", in which each rank has a block from the front and one from
@@ -185,6 +187,7 @@ def context_parallel_attention(
       axis_name=axis_name,
       order=order,
       max_segments=max_segments,
+      padding_id=padding_id,
       causal=causal,
       window=window,
       return_max_logits=return_max_logits,
@@ -216,8 +219,8 @@ def _without_plan(
       raise ValueError("max_segments needs segment_ids")
     return Placed(None, P(), None)
   if max_segments is None:
-    raise ValueError("segment_ids needs max_segments, a static bound on the document numbers")
-  ids = as_int32("segment_ids", segment_ids, tuple(q.shape[: 1 + layout.has_batch]))
+    raise ValueError("segment_ids needs max_segments, a static bound on the documents of a row")
+  ids = as_ids("segment_ids", segment_ids, tuple(q.shape[: 1 + layout.has_batch]))
   return Placed(jnp.asarray(ids), layout.rows, 0 if layout.has_batch else None)
 
 

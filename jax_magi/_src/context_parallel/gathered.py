@@ -12,11 +12,15 @@ from jax import lax
 
 from jax_magi._src.arguments import check_choice, check_flag, check_length
 from jax_magi._src.attention.api import AttnForwardMeta, attention
+from jax_magi._src.attention.checks import sink_logit
 from jax_magi._src.attention.ops import CHECKPOINT_NAMES
 from jax_magi._src.context_parallel import assignment
+from jax_magi._src.masks.constructors import checked_segment_ids
 from jax_magi._src.masks.mask import AttentionMask
+from jax_magi._src.masks.segments import everything_if
 
 ORDERS = ("zigzag", "contiguous")
+_NAMES = ("segment_ids", "segment_ids")
 
 
 def zigzag_positions(length: int, cp_size: int) -> np.ndarray:
@@ -67,6 +71,7 @@ def attend_gathered(
   axis_name: str,
   order: str,
   max_segments: Any,
+  padding_id: Any,
   causal: Any,
   window: Any,
   keep_remote_kv: Any = False,
@@ -84,7 +89,8 @@ def attend_gathered(
     sink: as in `attention`.
     axis_name: the mesh axis.
     order: one of `ORDERS`.
-    max_segments: as in `AttentionMask.from_segment_ids`; so causal and window.
+    max_segments: as in `AttentionMask.from_segment_ids`; so the next three.
+    padding_id: see above.
     causal: see above.
     window: see above.
     keep_remote_kv: whether all keys stay in memory until the backward pass.
@@ -105,7 +111,13 @@ def attend_gathered(
       mask = _one_document(k.shape[0], causal, window)
     else:
       ids = _in_sequence(lax.all_gather(segment_ids, axis_name, tiled=True), blocks)
-      mask = AttentionMask.from_segment_ids(ids, max_segments, causal=causal, window=window)
+      slices, is_broken = checked_segment_ids(
+        ids, max_segments, padding_id=padding_id, causal=causal, window=window, names=_NAMES
+      )
+      slices = everything_if(is_broken, slices, len(ids), len(ids))
+      mask = AttentionMask(slices, len(ids), len(ids))
+      # A sink that is NaN makes all of a row so.
+      sink = sink_logit(sink, q.shape[1]) + jnp.where(is_broken, np.float32(np.nan), 0.0)
     mask = _rows_of(mask, own, q.shape[0])
     out, meta = attention(q, k, v, mask, sink=sink, return_max_logits=return_max_logits, **options)
     return out, meta.lse, meta.max_logits

@@ -22,8 +22,9 @@ from jax_magi._src.arguments import (
   known_value,
 )
 from jax_magi._src.masks.cover import cover
-from jax_magi._src.masks.slices import UNBOUNDED, check_ranges, segment_bounds
-from jax_magi._src.masks.windows import Edge, band_around, sizes_band, window_band
+from jax_magi._src.masks.segments import as_ids, check_padding_id, segment_slices
+from jax_magi._src.masks.slices import UNBOUNDED, check_ranges
+from jax_magi._src.masks.windows import band_around, sizes_band, window_band
 from jax_magi._src.transforms.explicit import unsplit, with_auto_axes
 
 # int32 `[num_slices, 6]`, numpy if all arguments are known; q_len; k_len.
@@ -143,31 +144,62 @@ def from_segment_ids(
   max_segments: Any,
   *,
   kv_ids: Any = None,
+  padding_id: Any = 0,
+  causal: Any = False,
+  window: Any = None,
+  align: str = "bottom_right",
+) -> Parts:
+  """One slice per segment, zeros for those that are absent."""
+  slices, _ = checked_segment_ids(
+    ids,
+    max_segments,
+    kv_ids=kv_ids,
+    padding_id=padding_id,
+    causal=causal,
+    window=window,
+    align=align,
+  )
+  return slices, np.shape(ids)[0], np.shape(ids if kv_ids is None else kv_ids)[0]
+
+
+def checked_segment_ids(
+  ids: Any,
+  max_segments: Any,
+  *,
+  kv_ids: Any = None,
+  padding_id: Any = 0,
   causal: Any = False,
   window: Any = None,
   align: str = "bottom_right",
   names: tuple[str, str] = ("ids", "kv_ids"),
-) -> Parts:
-  """One slice per segment, zeros for those that are absent; `names` are those of both ids."""
+) -> tuple[np.ndarray | jax.Array, Any]:
+  """The slices, and whether traced ids are broken; `names` are those of both ids."""
   max_segments = check_length("max_segments", max_segments)
-  ids = as_int32(names[0], ids, ("q_len",))
-  key_ids = ids if kv_ids is None else as_int32(names[1], kv_ids, ("k_len",))
+  ids = as_ids(names[0], ids, ("q_len",))
+  key_ids = ids if kv_ids is None else as_ids(names[1], kv_ids, ("k_len",))
   for name, x in zip(names, (ids, key_ids), strict=True):
     check_no_symbols(name, x.shape)
   if isinstance(window, (int, np.integer)):
     raise ValueError(f"window must be None or a pair (left, right), got {window!r}")
+  padding_id = check_padding_id(padding_id)
   band = window_band("window", window, is_causal=check_flag("causal", causal))
   is_top_left = _is_top_left(align)
 
-  def slices(ids: Any, key_ids: Any) -> np.ndarray | jax.Array:
-    queries, keys = (
-      segment_bounds(name, x, max_segments) for name, x in zip(names, (ids, key_ids), strict=True)
+  def slices(*ids: Any) -> tuple[np.ndarray | jax.Array, Any]:
+    return segment_slices(
+      ids[0],
+      ids[-1],
+      max_segments,
+      padding_id=padding_id,
+      band=band,
+      is_top_left=is_top_left,
+      names=names,
     )
-    return _segment_slices(queries, keys, band, is_top_left)
 
-  if not (isinstance(ids, np.ndarray) and isinstance(key_ids, np.ndarray)):
-    slices = with_auto_axes(slices, (ids, key_ids), P)
-  return slices(ids, key_ids), ids.shape[0], key_ids.shape[0]
+  both = (ids,) if key_ids is ids else (ids, key_ids)
+  if not all(isinstance(x, np.ndarray) for x in both):
+    slices = with_auto_axes(slices, both, lambda: (P(), P()))
+  return slices(*both)
 
 
 def prefix_lm(prefix_len: Any, length: Any) -> Parts:
@@ -212,20 +244,6 @@ def shared_question(question_len: Any, answer_lens: Any) -> Parts:
   bands = np.broadcast_to([-UNBOUNDED, 0], q_ranges.shape)
   slices = np.concatenate([q_ranges, k_ranges, bands], axis=1)
   return slices.astype(np.int32), length, length
-
-
-def _segment_slices(
-  queries: tuple[Any, Any], keys: tuple[Any, Any], band: tuple[Edge, Edge], is_top_left: bool
-) -> np.ndarray | jax.Array:
-  """One slice a segment, from begins and ends; the band holds offsets from a query's own key."""
-  (q_begin, q_end), (k_begin, k_end) = queries, keys
-  xp: Any = np if isinstance(q_begin, np.ndarray) and isinstance(k_begin, np.ndarray) else jnp
-  diagonal = k_begin - q_begin if is_top_left else k_end - q_end
-  columns = [q_begin, q_end, k_begin, k_end, *band_around(diagonal, band)]
-  # A segment without queries or without keys becomes padding.
-  absent = (q_begin >= q_end) | (k_begin >= k_end)
-  slices: np.ndarray | jax.Array = xp.where(absent[:, None], 0, xp.stack(columns, axis=1))
-  return slices.astype(np.int32)
 
 
 def _is_top_left(align: str) -> bool:

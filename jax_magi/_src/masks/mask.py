@@ -167,28 +167,36 @@ class AttentionMask:
     max_segments: int,
     *,
     kv_ids: Any = None,
+    padding_id: int | None = 0,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     align: str = "bottom_right",
   ) -> Self:
     """Packed documents, given by each token's document number; traced ids are welcome.
 
-    Tokens see the tokens of their own document. Each document's tokens must be contiguous; for
-    known ids that is checked. For traced ids it is not, and tokens with a number above
-    `max_segments` see nothing.
+    Tokens see the tokens of their own document. Numbers are any that are not negative, in any
+    order, but each document's tokens must be contiguous. For known ids this is checked. For
+    traced ids it is not, and documents after the first `max_segments` see nothing: a mask cannot
+    carry an error. `dot_product_attention(segment_ids=)` makes results NaN instead.
 
     Args:
-      ids: int `[q_len]` in 0 .. max_segments; 0 is padding, which sees nothing.
-      max_segments: the number of slices (static). Traced ids above it cannot be an error, and a
-        mask cannot carry one: `dot_product_attention(segment_ids=)` makes results NaN instead.
+      ids: int `[q_len]`.
+      max_segments: how many documents there may be: the number of slices (static).
       kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
+      padding_id: the number of padding, which sees nothing: often 0 or -1; None is none.
       causal: keys after the query's own are hidden, inside each document.
       window: (left, right), as in `sliding_window`, inside each document.
       align: which is a query's own key, as in `sliding_window`, inside each document.
     """
     return cls(
       *constructors.from_segment_ids(
-        ids, max_segments, kv_ids=kv_ids, causal=causal, window=window, align=align
+        ids,
+        max_segments,
+        kv_ids=kv_ids,
+        padding_id=padding_id,
+        causal=causal,
+        window=window,
+        align=align,
       )
     )
 

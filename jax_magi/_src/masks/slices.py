@@ -226,30 +226,3 @@ def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> 
   lo = jnp.maximum(slices[:, LO], k_begin - q_end + 1)
   hi = jnp.minimum(slices[:, HI], k_end - 1 - q_begin)
   return jnp.any((q_begin < q_end) & (k_begin < k_end) & (lo <= hi))
-
-
-def segment_bounds(name: str, ids: Any, max_segments: int) -> tuple[Any, Any]:
-  """First token and one past the last of segments 1 .. max_segments; both 0 if absent."""
-  num_segments = max_segments + 1
-  positions = np.arange(ids.shape[0], dtype=np.int32)
-  if not isinstance(ids, np.ndarray):
-    # Out-of-range ids are dropped by the segment operations.
-    begin = jax.ops.segment_min(positions, ids, num_segments)
-    end = jax.ops.segment_max(positions, ids, num_segments) + 1
-    is_absent = begin >= ids.shape[0]
-    return jnp.where(is_absent, 0, begin)[1:], jnp.where(is_absent, 0, end)[1:]
-  if ids.size and (ids.min() < 0 or ids.max() > max_segments):
-    raise ValueError(
-      f"{name} must lie in 0 .. max_segments = {max_segments}, got {ids.min()} .. {ids.max()}"
-    )
-  counts = np.bincount(ids, minlength=num_segments)
-  first = np.full(num_segments, ids.shape[0], np.int32)
-  np.minimum.at(first, ids, positions)
-  last = np.full(num_segments, -1, np.int32)
-  np.maximum.at(last, ids, positions)
-  first = np.where(counts > 0, first, 0)
-  is_split = last + 1 - first != counts
-  is_split[0] = False  # Padding may be anywhere.
-  if is_split.any():
-    raise ValueError(f"{name} must keep each segment contiguous; {np.argmax(is_split)} is not")
-  return first[1:], last[1:] + 1
