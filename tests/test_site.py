@@ -20,6 +20,8 @@ PAGES = [
   "quick_start",
   "masks",
   "attention",
+  "hardware",
+  "troubleshooting",
   "functions",
   "reference/attention",
   "context_parallel",
