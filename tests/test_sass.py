@@ -37,24 +37,33 @@ def _library_and_environment() -> tuple[Path, dict[str, str]]:
   return library, {**os.environ, "PATH": path}
 
 
-def _dump(*options: object, file: Path | None = None, folder: Path | None = None) -> str:
-  """What cuobjdump says of the library, or of another file."""
+def _dump(*options: object, folder: Path | None = None) -> str:
+  """What cuobjdump says of the library."""
   library, environment = _library_and_environment()
-  command = ["cuobjdump", *map(str, options), str(file or library)]
+  command = ["cuobjdump", *map(str, options), str(library)]
   return subprocess.check_output(command, env=environment, cwd=folder, text=True)
 
 
-@pytest.fixture(scope="module")
-def sass(tmp_path_factory) -> str:
-  """The attention kernels' machine code as text.
+def _disassemble(file: Path) -> str:
+  """The code of a file as text."""
+  # cuobjdump prints each instruction's bits, too: four times as much text.
+  command = ["nvdisasm", "--print-code", "--no-dataflow", str(file)]
+  _, environment = _library_and_environment()
+  return subprocess.check_output(command, env=environment, text=True)
 
-  `-sass -arch sm_90a` alone would disassemble softmax's kernels for sm_90, too.
-  """
-  folder = tmp_path_factory.mktemp("sass")
+
+def _kernels(dtype: str, folder: Path) -> dict[str, str]:
+  """Machine code of the attention kernels of an element type by name."""
   _dump("-xelf", "sm_90a", folder=folder)
+  files = [path for path in sorted(folder.iterdir()) if dtype.encode() in path.read_bytes()]
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    texts = pool.map(lambda file: _dump("-sass", file=file), sorted(folder.iterdir()))
-    return "".join(texts)
+    text = "".join(pool.map(_disassemble, files))
+  _, *parts = re.split(r"^\.text\.(\S+):$", text, flags=re.MULTILINE)
+  named = dict(zip(parts[::2], parts[1::2], strict=True))
+  found = {n: code for n, code in named.items() if re.search(r"\d(Forward|Backward)Kernel", n)}
+  assert found
+  assert all(dtype in name for name in found)
+  return found
 
 
 def test_softmax_is_for_ampere_and_later_and_attention_for_hopper():
@@ -69,21 +78,11 @@ def test_softmax_is_for_ampere_and_later_and_attention_for_hopper():
   assert re.findall(r"\.(sm_\w+)\.ptx", _dump("--list-ptx")) == 3 * ["sm_90"]  # A dtype each.
 
 
-@pytest.fixture(scope="module")
-def kernels(sass) -> dict[str, str]:
-  """Code of the attention kernels by name."""
-  _, *parts = re.split(r"Function : (\S+)", sass)
-  named = dict(zip(parts[::2], parts[1::2], strict=True))
-  found = {n: code for n, code in named.items() if re.search(r"\d(Forward|Backward)Kernel", n)}
-  assert found
-  return found
-
-
 def _count_products(code: str) -> int:
   return code.count(" HGMMA.")  # An expression would take seconds for all kernels.
 
 
-def test_products_overlap(kernels):
+def _check_that_products_overlap(kernels):
   # Where ptxas cannot keep a product in flight, it waits for it at once: a wait after each wgmma.
   for name, code in kernels.items():
     assert _count_products(code) >= 16, name
@@ -98,13 +97,18 @@ def _has_roles(name: str) -> bool:
 
 def _main_loops(code: str, has_roles: bool) -> list[str]:
   """The shortest ways back over half of the products, or a third where there are two such loops."""
-  lines = [line for line in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/ ", line)]
-  index = {int(line.split("*")[1], 16): i for i, line in enumerate(lines)}
+  lines: list[str] = []
+  index: dict[str, int] = {}  # Of the instruction behind each label.
+  for line in code.splitlines():
+    if line.startswith(".L_"):
+      index[line.rstrip(":")] = len(lines)
+    elif re.match(r"\s+/\*[0-9a-f]{4,}\*/ ", line):
+      lines.append(line)
   products = np.cumsum([0, *("HGMMA" in line for line in lines)])  # Before each line.
   found = []
   for end, line in enumerate(lines):
-    branch = re.search(r"\bBRA\b[^;]* 0x([0-9a-f]+)", line)
-    begin = index[int(branch[1], 16)] if branch else end
+    branch = re.search(r"\bBRA\b[^;]*`\((.L_\w+)\)", line)
+    begin = index[branch[1]] if branch else end
     share = products[end] - products[begin]
     if begin < end and (3 if has_roles else 2) * share >= products[-1]:
       found.append((end - begin, begin))
@@ -117,7 +121,7 @@ def _main_loops(code: str, has_roles: bool) -> list[str]:
   return ["\n".join(lines[loop.start : loop.stop]) for loop in loops]
 
 
-def test_descriptors_are_the_same_in_a_warp(kernels):
+def _check_that_descriptors_are_the_same_in_a_warp(kernels):
   # Else each product waits for its descriptors on their way to uniform registers.
   for name, code in kernels.items():
     if re.search(r"\dBackwardTermsConfig", name):
@@ -127,7 +131,7 @@ def test_descriptors_are_the_same_in_a_warp(kernels):
       assert moves <= 1.5 * _count_products(loop), f"{name}: {moves} words of descriptors are moved"
 
 
-def test_softmax_runs_under_a_product(kernels):
+def _check_that_softmax_runs_under_a_product(kernels):
   # ptxas may move it behind the wait for the product: 4% of the speed.
   tuned = r"ForwardConfigILi(64|128)ELi(64|128)EN7cutlass\w+_tELb0E"
   found = {name: code for name, code in kernels.items() if re.search(tuned, name)}
@@ -138,10 +142,21 @@ def test_softmax_runs_under_a_product(kernels):
     assert before.count("MUFU.EX2") >= 60 and after.count("MUFU.EX2") <= 4, name
 
 
-def test_tiles_do_not_wait_for_the_maximum(kernels):
+def _check_that_tiles_do_not_wait_for_the_maximum(kernels):
   # A fence of all threads makes ptxas ask for replies: up to 4% of the speed under a window.
   forward = {name: code for name, code in kernels.items() if "ForwardKernel" in name}
   assert forward
   for name, code in forward.items():
     assert re.search(r"\bREDG\.E\.MAX", code), name
     assert not re.search(r"\bATOMG?\.E\.(MAX|MIN)", code), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16_t", pytest.param("half_t", marks=pytest.mark.long)])
+def test_code_of_attention(dtype, tmp_path):
+  # One test, as several of pytest's workers would disassemble the same kernels, which takes most of
+  # its time.
+  kernels = _kernels(dtype, tmp_path)
+  _check_that_products_overlap(kernels)
+  _check_that_descriptors_are_the_same_in_a_warp(kernels)
+  _check_that_softmax_runs_under_a_product(kernels)
+  _check_that_tiles_do_not_wait_for_the_maximum(kernels)
