@@ -17,7 +17,7 @@ from jax_magi._src.attention import blockwise
 from jax_magi._src.attention.kernel_call import PLAIN, AttentionConfig
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import BACKENDS, Backend
-from jax_magi._src.transforms.operation import Native, Operands, Operation, Results, Split
+from jax_magi._src.transforms.operation import Native, Operands, Operation, Results
 from jax_magi._src.transforms.varying import vary_like
 
 
@@ -75,17 +75,17 @@ def _finish_dq(
   }
   plain = functools.partial(blockwise.finish_dq, **options)
 
-  def on_backend(backend: Backend, split: Split, operands: Operands) -> Results:
+  def on_backend(backend: Backend) -> Native:
     if not backend.orders_dq_itself:
-      return plain(**operands)
-    return split(functools.partial(native.finish_dq, backend=backend, **options), operands)
+      return Native(plain, is_opaque=False)
+    return Native(functools.partial(native.finish_dq, backend=backend, **options))
 
   def natives(operands: Operands) -> dict[str, Native]:
     """Where the calls of `backward` had a kernel."""
     batch, num_q_heads, _ = operands["dq_sum"].shape
     q, v = (jax.ShapeDtypeStruct((batch, q_len, num_q_heads, dim), q_dtype) for dim in dims)
     return {
-      platform: functools.partial(on_backend, backend)
+      platform: on_backend(backend)
       for platform, backend in BACKENDS.items()
       if backend.attention_obstacle(q, v) is None
     }

@@ -9,16 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_magi._src.attention.mask_operand import MaskOperand
+from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import (
   BACKENDS,
   Backend,
   check_implementation,
   log_fallback,
 )
-from jax_magi._src.transforms.operation import Native, Operands, Results, Split
+from jax_magi._src.transforms.operation import (
+  Derived,
+  DerivedOperand,
+  Native,
+  Operands,
+  Results,
+)
 
 # The name of the path in plain JAX.
 PLAIN = "blockwise"
@@ -45,9 +51,7 @@ OPERANDS = {
   "running_lse": "bqh",
   "running_max_logits": "bh",
   "running_dq": "bhw",
-  # Of a known mask it is planned with the call, and is one for all devices; of others each device
-  # makes its own.
-  "tile_list": "t",
+  "tile_list": "t",  # Derived from the others: see `_tile_list`.
 }
 SHARED = frozenset({"slices", "bias"})
 
@@ -87,6 +91,7 @@ class KernelCall:
     kernel: a function of the operands by name, `backend`, and `tile_stamp`.
     wants: operands with a gradient, besides q, k and v.
     is_backward: which of the two operations it is.
+    has_float_grads: whether gradients are float32, whatever q is.
   """
 
   config: AttentionConfig
@@ -94,6 +99,7 @@ class KernelCall:
   kernel: Callable[..., Results]
   wants: tuple[str, ...] = ()
   is_backward: bool = False
+  has_float_grads: bool = False
 
 
 def natives(call: KernelCall, operands: Operands) -> dict[str, Native]:
@@ -111,31 +117,37 @@ def natives(call: KernelCall, operands: Operands) -> dict[str, Native]:
   if config.implementation is None:
     log_fallback("attention", PLAIN, check)
   return {
-    platform: functools.partial(_on_backend, call, backend)
+    platform: Native(functools.partial(call.kernel, backend=backend), _tile_list(call, backend))
     for platform, backend in BACKENDS.items()
     if check(backend) is None
   }
 
 
-def _on_backend(call: KernelCall, backend: Backend, split: Split, operands: Operands) -> Results:
-  """A backend's kernel. The tile list is one for all, made before batch and heads are split."""
-  slices, tile_list, options = MaskOperand(operands["slices"], call.known).tiles(
-    backend,
-    operands,
-    softcap=call.config.softcap,
-    is_backward=call.is_backward,
-    deterministic=call.config.deterministic,
-    wants=call.wants,
-  )
-  group = _group(operands)
+def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:
+  """Which tiles a backend's kernels compute, in which order.
 
-  def kernel(tile_list: jax.Array, **parts: Any) -> Results:
-    if _group(parts) != group:
-      # A device with part of a group's heads may want other tiles than those of the list.
-      return call.kernel(**parts, tile_list=jnp.zeros(0, np.int32), backend=backend)
-    return call.kernel(**parts, tile_list=tile_list, backend=backend, **options)
+  That of a known mask is planned as the call is traced, with the slices that the kernels take the
+  least time for; other masks have it made on the device.
+  """
+  options: dict[str, Any] = {"softcap": call.config.softcap, "is_backward": call.is_backward}
+  if call.is_backward:
+    options |= {"deterministic": call.config.deterministic, "wants": call.wants}
 
-  return split(kernel, operands | {"slices": slices, "tile_list": tile_list})
+  def plan(operands: Operands) -> Derived | None:
+    return MaskOperand(operands["slices"], call.known).tiles(backend, operands, **options)
+
+  def serves(operands: Operands, part: Operands) -> bool:
+    # A device with part of a group's heads may want other tiles than those of the list.
+    return _group(operands) == _group(part)
+
+  def make(part: Operands) -> Derived:
+    own = {"known": call.known, "has_float_grads": call.has_float_grads}
+    tile_list, stamp = native.make_tiles(
+      backend, part, **options, **own if call.is_backward else {}
+    )
+    return {"tile_list": tile_list}, {"tile_stamp": stamp}
+
+  return DerivedOperand(plan, serves, make)
 
 
 def _group(operands: Operands) -> int:

@@ -14,6 +14,7 @@ from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import Backend
 from jax_magi._src.transforms.eager import is_eager
+from jax_magi._src.transforms.operation import Derived, Operands
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["slices"], meta_fields=["known"])
@@ -57,11 +58,9 @@ class MaskOperand:
     return MaskOperand(jnp.asarray(grouped)[None], grouped.tobytes())
 
   def tiles(
-    self, backend: Backend, operands: dict[str, Any], *, is_backward: bool, **options: Any
-  ) -> tuple[Any, np.ndarray, dict[str, int]]:
-    """What a backend's kernels take: slices, a tile list, and its stamp.
-
-    There is no list of a mask that is not known; the device then makes one.
+    self, backend: Backend, operands: Operands, *, is_backward: bool, **options: Any
+  ) -> Derived | None:
+    """Slices and a tile list for a backend's kernels, and its stamp; None if it is not known.
 
     Args:
       backend: whose kernels are meant.
@@ -71,7 +70,7 @@ class MaskOperand:
     """
     table = self.table()
     if table is None:
-      return self.slices, np.zeros(0, np.int32), {}
+      return None
     candidates = [table]
     if not is_backward and (grouped := grouped_by_keys(table)) is not table:
       candidates.append(grouped)
@@ -79,4 +78,5 @@ class MaskOperand:
       backend, operands, candidates, is_backward=is_backward, **options
     )
     slices = self.slices if best is table else jnp.asarray(best)[None]
-    return slices, np.frombuffer(plan.tile_list, np.int32), {"tile_stamp": plan.tile_stamp}
+    derived = {"slices": slices, "tile_list": np.frombuffer(plan.tile_list, np.int32)}
+    return derived, {"tile_stamp": plan.tile_stamp}

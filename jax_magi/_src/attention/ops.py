@@ -313,13 +313,15 @@ def _backward(
     sm_margin=config.sm_margin,
     known=known,
   )
+  has_float_grads = grad_dtype == np.float32
+  call = KernelCall(config, known, kernel, wants, is_backward=True, has_float_grads=has_float_grads)
   # Each result is like an operand.
   like = {"dq": "running_dq" if sums_dq else "q", "dk": "k", "dv": "v"}
   gradients = {f"d{name}": name for name in wants}
   return Operation(
     operands=OPERANDS,
     results={name: OPERANDS[operand] for name, operand in (like | gradients).items()},
-    natives=functools.partial(natives, KernelCall(config, known, kernel, wants, is_backward=True)),
+    natives=functools.partial(natives, call),
     plain=functools.partial(blockwise.backward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,

@@ -117,16 +117,40 @@ def _terms(bias: jax.Array | None, alibi_slopes: jax.Array | None) -> tuple[Any,
   )
 
 
-def list_tiles(
-  tile_list: jax.Array, slices: jax.Array, needs: Any, q_len: int, k_len: int
-) -> jax.Array:
-  """The list, or the device's own of a mask that is not known before the program runs.
+def make_tiles(backend: Backend, part: dict[str, Any], **options: Any) -> tuple[jax.Array, int]:
+  """The tile list of a device's part of a call, made on the device, and its stamp.
+
+  Args:
+    backend: whose kernels are meant.
+    part: the call's operands, by name.
+    **options: of `_needs`.
+  """
+
+  def as_kernels_take(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
+    q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
+    return {"q": q, "k": k, "v": v, "bias": _bias_for(bias, backend)}
+
+  slices = part["slices"]
+  needs = _needs(
+    backend,
+    **jax.eval_shape(as_kernels_take, part["q"], part["k"], part["v"], part.get("bias")),
+    slices=slices,
+    alibi_slopes=part.get("alibi_slopes"),
+    sums_dq="running_dq" in part,
+    **options,
+  )
+  tile_list = list_tiles(slices, needs, part["q"].shape[1], part["k"].shape[1])
+  return tile_list, needs.tile_stamp
+
+
+def list_tiles(slices: jax.Array, needs: Any, q_len: int, k_len: int) -> jax.Array:
+  """The tile list that the device makes of slices, or one without elements if kernels need none.
 
   No barriers here: to XLA, calls with the same slices are one. (In a loop over layers there is one
   in each turn: XLA for GPUs does not take custom calls out of it.)
   """
-  if tile_list.size or not needs.tile_list_words:
-    return tile_list
+  if not needs.tile_list_words:
+    return jnp.zeros(0, np.int32)
   (result,) = native_call(
     _TILE_LIST,
     (slices,),
@@ -156,12 +180,12 @@ def forward(
   softcap: float,
   sm_margin: int,
   out_dtype: Any,
-  tile_stamp: int | None = None,
+  tile_stamp: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
 
   Running results are merged in place, except that an `out` that is rounded has memory of its own.
-  `tile_stamp` is that of the plan that the tile list is from.
+  `tile_stamp` is that of the tile list.
   """
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
@@ -178,7 +202,6 @@ def forward(
     bias=bias,
     alibi_slopes=alibi_slopes,
   )
-  tile_list = list_tiles(tile_list, slices, needs, q_len, k.shape[1])
   operands = (q, k, v, slices, sink, *_terms(bias, alibi_slopes), tile_list)
   running: tuple[Any, ...] = ()
   if running_out is not None:
@@ -198,7 +221,7 @@ def forward(
     softmax_scale=np.float32(softmax_scale),
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
-    tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
+    tile_stamp=np.int32(tile_stamp),
   )
   return out[..., :value_dim], lse, max_logits
 
@@ -224,7 +247,7 @@ def backward(
   sm_margin: int,
   known: bytes | None,
   grad_dtype: Any,
-  tile_stamp: int | None = None,
+  tile_stamp: int,
 ) -> tuple[jax.Array, ...]:
   """Returns dq, dk and dv in `grad_dtype`, which is q's or float32; and then what `wants` names.
 
@@ -252,7 +275,6 @@ def backward(
     sums_dq=running_dq is not None,
     has_float_grads=grad_dtype == np.float32,
   )
-  tile_list = list_tiles(tile_list, slices, needs, q.shape[1], k.shape[1])
   nothing: tuple[tuple[int, ...], Any] = (0,), np.float32
   dbias_type = dslopes_type = nothing
   if bias is not None and "bias" in wants:
@@ -280,7 +302,7 @@ def backward(
     softcap=np.float32(softcap),
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
-    tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
+    tile_stamp=np.int32(tile_stamp),
     num_dkv_parts=np.int32(needs.num_dkv_parts),
   )
   if running_dq is not None:

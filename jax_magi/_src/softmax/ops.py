@@ -16,7 +16,7 @@ from jax_magi._src.native import softmax as native_softmax
 from jax_magi._src.native.backends import BACKENDS
 from jax_magi._src.softmax import plain
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
-from jax_magi._src.transforms.operation import Native, Operands, Operation, Results, Split
+from jax_magi._src.transforms.operation import Native, Operands, Operation, Results
 
 # The name of the path in plain JAX.
 PLAIN = "xla"
@@ -173,12 +173,8 @@ def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable[[Operands], Res
 
 def _natives(native: Callable[..., Any], first: str, operands: Operands) -> dict[str, Native]:
   """The platforms whose kernels take the operands."""
-
-  def kernel(split: Split, operands: Operands) -> Results:
-    return split(functools.partial(_asked_for, native), operands)
-
   return {
-    platform: kernel
+    platform: Native(functools.partial(_asked_for, native))
     for platform, backend in BACKENDS.items()
     if backend.softmax_obstacle(operands[first]) is None
   }

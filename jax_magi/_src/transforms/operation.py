@@ -23,9 +23,43 @@ from jax_magi._src.transforms.sharding import keep_batch_and_heads
 # By name: arrays of a call, or one of its parts.
 Operands = dict[str, Any]
 Results = tuple[jax.Array, ...]
-# From a function of the operands by keyword, and the operands, to its results.
-Split = Callable[[Callable[..., Results], Operands], Results]
-Native = Callable[[Split, Operands], Results]
+# Operands that a kernel takes by name, and its attributes.
+Derived = tuple[Operands, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DerivedOperand:
+  """What a kernel takes and no caller gives, as it follows from the other operands.
+
+  It is not the result of an operation of its own: what it is, even how long, differs by platform,
+  and that of one part of the batch is no part of that of the batch. So it is either planned as the
+  call is traced, and one for all devices, or each device makes its own of its part.
+
+  Attributes:
+    plan: from the operands on all devices to those that are derived, or take the place of others;
+      None if they are not known.
+    serves: whether the plan for the operands (first) serves a part of them (second).
+    make: the same as `plan` from a device's part, by operations.
+  """
+
+  plan: Callable[[Operands], Derived | None]
+  serves: Callable[[Operands, Operands], bool]
+  make: Callable[[Operands], Derived]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Native:
+  """The kernel of a platform.
+
+  Attributes:
+    kernel: a function of the operands, by name, on whatever part of batch and heads a device has.
+    derived: operands that it takes besides.
+    is_opaque: whether XLA has to be told how to split it; it knows that of plain JAX.
+  """
+
+  kernel: Callable[..., Results]
+  derived: DerivedOperand | None = None
+  is_opaque: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,9 +71,7 @@ class Operation:
       (query) heads, g the kv heads; others are never split. The first one has the whole batch and
       all heads; every call has it.
     results: likewise, in order.
-    natives: from the operands to the platforms whose kernels take them, each with a function of
-      `split` and the operands. `split(fun, operands)` is `fun(**operands)`, on whatever part of
-      batch and heads a device has.
+    natives: from the operands to the platforms whose kernels take them, each with its kernel.
     plain: the same in plain JAX: a function of the operands, by name.
     plain_name: that `implementation` may have for it.
     implementation: the name of a platform or of the plain path, or None to choose.
@@ -100,13 +132,29 @@ class Operation:
     if any(jax.export.is_symbolic_dim(size) for x in operands.values() for size in x.shape):
       return {}
     return {
-      platform: functools.partial(native, self._split)
+      platform: functools.partial(self._on_devices, native)
       for platform, native in self.natives(operands).items()
       if self.implementation in (None, platform)
     }
 
   def _in_plain_jax(self, operands: Operands) -> Results:
     return self.plain(**operands)
+
+  def _on_devices(self, native: Native, operands: Operands) -> Results:
+    """The kernel on each device's part of batch and heads."""
+    derived = native.derived
+    if derived is None:
+      return self._split(native.kernel, operands) if native.is_opaque else native.kernel(**operands)
+    whole = {name: jax.typeof(x) for name, x in operands.items()}
+    planned, attributes = derived.plan(operands) or ({}, None)
+
+    def kernel(**parts: Any) -> Results:
+      if attributes is not None and derived.serves(whole, parts):
+        return native.kernel(**parts, **attributes)
+      made, own_attributes = derived.make(parts)
+      return native.kernel(**parts | made, **own_attributes)
+
+    return self._split(kernel, operands | planned)
 
   def _split(self, fun: Callable[..., Results], operands: Operands) -> Results:
     # In the order of the declaration, as dictionaries that JAX has seen are in another.
