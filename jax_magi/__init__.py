@@ -13,6 +13,7 @@ from jax_magi._src.context_parallel.api import (
   context_parallel_attention,
   stack_keys,
 )
+from jax_magi._src.context_parallel.batches import plan_batch
 from jax_magi._src.context_parallel.capacities import Capacities
 from jax_magi._src.context_parallel.dispatch import dispatch, get_position_ids, roll, undispatch
 from jax_magi._src.context_parallel.gathered import zigzag_positions
@@ -76,6 +77,7 @@ __all__ = [
   "merge_attention",
   "optim",
   "overlap",
+  "plan_batch",
   "roll",
   "scaled_masked_softmax",
   "scaled_softmax",

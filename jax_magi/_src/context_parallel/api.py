@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jax_magi._src.arguments import check_choice
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.context_parallel.capacities import Capacities
@@ -224,21 +226,26 @@ def _without_plan(
   return Placed(jnp.asarray(ids), layout.rows, 0 if layout.has_batch else None)
 
 
-def stack_keys(keys: Sequence[DistAttnKey], capacities: Capacities | None = None) -> DistAttnKey:
-  """Keys of equal lengths side by side, for a batch: leaves `[cp_size, batch, ...]`.
+def stack_keys(
+  keys: Sequence[DistAttnKey], capacities: Capacities | None = None, *, axis: int = 1
+) -> DistAttnKey:
+  """Keys of equal lengths side by side, for a batch.
 
-  `jax.vmap(..., in_axes=1)` takes one of them for each row.
+  `jax.vmap(..., in_axes=axis)` takes one of them for each row.
 
   Args:
     keys: made with the same arguments, for one mask each.
     capacities: room for all of them, and perhaps for those of other batches; None is the largest.
+    axis: of the batch. With 1, leaves are `[cp_size, batch, ...]`; with 0, `[batch, cp_size, ...]`.
   """
   if not keys:
     raise ValueError("keys must hold at least one key")
+  check_choice("axis", axis, (0, 1))
   if capacities is None:
     capacities = functools.reduce(operator.or_, (key.capacities for key in keys))
   keys = [with_capacities(key, capacities) for key in keys]
   for i, key in enumerate(keys):
     if key.spec != keys[0].spec:
       raise ValueError(f"keys must be alike, but 0 is {keys[0]} and {i} is {key}")
-  return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *keys)
+  stack = jax.tree.map(lambda *leaves: np.stack(leaves, axis=axis), *keys)
+  return dataclasses.replace(stack, spec=dataclasses.replace(stack.spec, batch_axis=axis))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,47 @@ class Capacities:
       isinstance(hops, tuple) and all(isinstance(hop, Hop) for hop in hops) for hops in transfers
     ):
       raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
+
+  @classmethod
+  def bound(
+    cls,
+    length: int,
+    cp_size: int,
+    max_segments: int,
+    window: tuple[int | None, int | None] | None = None,
+    dispatch: Any = "zigzag",
+    *,
+    causal: bool = True,
+    overlap_degree: int = 1,
+    **options: Any,
+  ) -> Capacities:
+    """Room for any packing of a sequence, known before the first batch.
+
+    Args:
+      length: number of tokens.
+      cp_size: number of ranks.
+      max_segments: how many documents there may be.
+      window: (left, right) inside each document, or None.
+      dispatch: as in `magi_attn_flex_key`: "zigzag", "contiguous" or the rank of each chunk. "area"
+        has no bound, as it depends on the documents.
+      causal: whether tokens see only those before them.
+      overlap_degree: 0 or 1.
+      **options: more arguments of `magi_attn_flex_key`: `chunk_size`, `transport`,
+        `ranks_per_node`, `links`.
+    """
+    # Not above: planning knows capacities.
+    from jax_magi._src.context_parallel.bound import capacities_of_any_packing
+
+    return capacities_of_any_packing(
+      length,
+      cp_size,
+      max_segments,
+      window,
+      dispatch,
+      causal=causal,
+      overlap_degree=overlap_degree,
+      **options,
+    )
 
   def __or__(self, other: Capacities) -> Capacities:
     ways = [(room.overlap_degree, [_levels(t) for t in room.hops]) for room in (self, other)]
@@ -118,6 +160,7 @@ class KeySpec:
   transport: str
   ranks_per_node: int
   capacities: Capacities
+  batch_axis: int = 1  # Of a stack: where its leaves have the batch.
 
   @property
   def overlap_degree(self) -> int:
@@ -167,14 +210,14 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
     return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
 
   def buffers(rows: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(min(_round_up(max(count, 1)), limit) for count in rows)
+    return tuple(min(round_up(max(count, 1)), limit) for count in rows)
 
   return dataclasses.replace(
     needed,
-    slices=_round_up(max(needed.slices, floor)),
+    slices=round_up(max(needed.slices, floor)),
     rows=buffers(needed.rows),
     whole_rows=None if needed.whole_rows is None else buffers(needed.whole_rows),
-    runs=_round_up(max(needed.runs, floor)),
+    runs=round_up(max(needed.runs, floor)),
     hops=tuple(tuple(map(hop, hops)) for hops in needed.hops),
   )
 
@@ -193,12 +236,12 @@ def check_room(needed: Capacities, have: Capacities) -> None:
         )
 
 
-def _round_up(count: int) -> int:
+def round_up(count: int) -> int:
   """To a power of two."""
   return 1 << max(count - 1, 0).bit_length()
 
 
 def _round_up_to_part(count: int, parts: int) -> int:
   """To so many parts of a power of two: rows beyond what is needed are moved for nothing."""
-  step = max(_round_up(count) // parts, 1)
+  step = max(round_up(count) // parts, 1)
   return -(-count // step) * step

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.arguments import known_value
 from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check_room, rounded
@@ -68,6 +69,20 @@ class DistAttnKey:
     if not spec.is_cross:
       return queries, queries
     return queries, _dispatch_of(self.k_chunks, spec.k_len, spec.k_chunk_size, spec.cp_size)
+
+  def partition_spec(
+    self, axis_name: str = "cp", batch_axis: str | tuple[str, ...] | None = None
+  ) -> P:
+    """The PartitionSpec that fits every leaf, so that it stands for the whole key.
+
+    Args:
+      axis_name: the mesh axis over which the sequence is split.
+      batch_axis: those over which the batch is split, for a stack of keys.
+    """
+    if np.ndim(self.q_chunks) == 2:
+      return P(axis_name)
+    is_first = self.spec.batch_axis == 0
+    return P(batch_axis, axis_name) if is_first else P(axis_name, batch_axis)
 
   def stats(self) -> PlanStats:
     """Work and rows of each rank: see `PlanStats`. The key must be known."""
@@ -143,7 +158,9 @@ def check_one_key(key: Any) -> DistAttnKey:
   """One key, of all ranks or of one, and no stack."""
   shape = np.shape(check_key(key).q_chunks)
   if len(shape) != 2:
-    raise ValueError(f"key must be one key, got a stack {list(shape)}: use vmap with in_axes=1")
+    raise ValueError(
+      f"key must be one key, got a stack {list(shape)}: use vmap with in_axes={key.spec.batch_axis}"
+    )
   return key
 
 

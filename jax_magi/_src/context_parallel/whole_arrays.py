@@ -135,10 +135,10 @@ class Placed:
       )
     layout.check_rows({"q": q}, spec.cp_size * spec.q_local, has_heads=True)
     if np.ndim(key.q_chunks) != 3:
-      return cls(key, P(layout.axis_name), None)
+      return cls(key, key.partition_spec(layout.axis_name), None)
     if not layout.has_batch:
       raise ValueError(f"key is a stack of keys, but q has no batch: {list(q.shape)}")
-    return cls(key, P(layout.axis_name, layout.batch_axis), 1)
+    return cls(key, key.partition_spec(layout.axis_name, layout.batch_axis), spec.batch_axis)
 
 
 def attend_whole(
