@@ -371,11 +371,11 @@ def plot(cells: list[Cell], path: str) -> None:
   )
   for ax, (title, network, value) in zip(axes, panels, strict=True):
     for name in MASKS:
-      points = [
+      points = sorted(  # Cells are in the order in which they were measured.
         (c.cp_size, value(c))
         for c in cells
         if c.mask == name and (c.network == network or c.cp_size <= NODE)
-      ]
+      )
       if points:
         ax.plot(*zip(*points, strict=True), marker="o", ms=3, label=name)
     ax.set(xscale="log", title=title, xlabel="ranks", ylim=(0, 1.05))

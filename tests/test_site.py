@@ -29,6 +29,7 @@ PAGES = [
   "qk_clip",
   "kernels",
   "performance",
+  "benchmarks/results/index",
 ]
 # Diagrams are in closed trees, in which no script could look for them.
 _OPEN_TREES = """
@@ -78,7 +79,13 @@ def browser(tmp_path_factory):
 
 
 def _source_of(name):
-  return ROOT / "README.md" if name == "index" else ROOT / "docs" / f"{name}.md"
+  if name == "index":
+    return ROOT / "README.md"
+  return (
+    ROOT / "benchmarks/results/README.md"
+    if name.startswith("benchmarks/")
+    else ROOT / "docs" / f"{name}.md"
+  )
 
 
 @pytest.mark.parametrize("name", PAGES)
