@@ -181,7 +181,7 @@ def test_what_is_not_supported_says_so():
   x = _inputs()
   apply, params = _linen(flax_attention_fn, dropout_rate=0.1)
   assert apply(params, x, deterministic=True).shape == x.shape
-  with pytest.raises(NotImplementedError, match="dropout_rate=0, or call it with deterministic"):
+  with pytest.raises(NotImplementedError, match=r"random bits.* dropout_rate=0, or call it with"):
     apply(params, x, deterministic=False, dropout_rng=jax.random.key(0))
   apply, params = _linen(flax_attention_fn)
   with pytest.raises(NotImplementedError, match="sow_weights must be False"):
@@ -197,6 +197,71 @@ def test_masks_of_numbers_are_those_of_flax(dtype):
   mask = nn.make_causal_mask(np.ones((2, 8)), dtype=dtype)
   out = flax_attention_fn(x, x, x, mask=mask)
   np.testing.assert_allclose(out, flax_attention_fn(x, x, x, is_causal=True), atol=1e-6)
+
+
+class _Sowing(nn.Module):
+  """Flax's module in one that keeps max_logits for the optimizer."""
+
+  @nn.compact
+  def __call__(self, x, mask):
+    attend = functools.partial(
+      flax_attention_fn, on_max_logits=lambda m: self.sow("intermediates", "max_logits", m)
+    )
+    return nn.MultiHeadDotProductAttention(HEADS, attention_fn=attend, name="attention")(
+      x, mask=mask
+    )
+
+
+class _Layers(nn.Module):
+  @nn.compact
+  def __call__(self, x, mask):
+    def body(layer, x):
+      return layer(x, mask), None
+
+    scanned = nn.scan(
+      body, variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True}, length=2
+    )
+    return scanned(_Sowing(name="layers"), x)[0]
+
+
+def test_max_logits_of_linen_are_sown_under_scan_and_grad():
+  x, mask = _inputs(), _slices(is_causal=True, is_padded=True)
+  params = _Layers().init(jax.random.key(1), x, mask)["params"]
+
+  @jax.jit
+  def run(params, x):
+    def loss(params):
+      out, state = _Layers().apply({"params": params}, x, mask, mutable=["intermediates"])
+      return out.sum(), state["intermediates"]["layers"]["max_logits"][0]
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+  (_, max_logits), grads = run(params, x)
+  assert max_logits.shape == (2, BATCH, HEADS)
+  attention = jax.tree.map(lambda x: np.asarray(x[0]), params["layers"]["attention"])
+  x = np.asarray(x)
+  q, k = (
+    np.einsum("bte,ehd->bthd", x, attention[name]["kernel"]) + attention[name]["bias"]
+    for name in ("query", "key")
+  )
+  logits = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
+  is_seen = _dense(is_causal=True, is_padded=True) & TOKENS[:, None, :, None]
+  expected = np.where(is_seen, logits, -np.inf).max((2, 3))
+  np.testing.assert_allclose(max_logits[0], expected, rtol=1e-5)
+  assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_max_logits_of_nnx_with_several_batch_axes():
+  seen = []
+  attend = functools.partial(flax_attention_fn, on_max_logits=seen.append)
+  apply, params = _nnx(attend)
+  x = _inputs((2, 3, LENGTH, FEATURES))
+  out = apply(params, x, is_causal=True)
+  plain, _ = _nnx(flax_attention_fn)
+  np.testing.assert_array_equal(out, plain(params, x, is_causal=True))
+  assert [m.shape for m in seen] == [(2, 3, HEADS)]
+  with pytest.raises(ValueError, match="on_max_logits and return_meta exclude each other"):
+    flax_attention_fn(x, x, x, on_max_logits=seen.append, return_meta=True)
 
 
 def test_decode_mode_of_linen():

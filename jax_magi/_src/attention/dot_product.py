@@ -14,6 +14,11 @@ from jax_magi._src.attention.api import AttnForwardMeta
 from jax_magi._src.attention.visibility import hidden_by_bias, visible_slices
 from jax_magi._src.masks.windows import band_around, window_band
 
+NO_DROPOUT = (
+  "attention dropout is not supported, as every kernel would have to make its random bits, and the "
+  "same again in the backward pass; dropout of the attention's output is a line of JAX"
+)
+
 
 def dot_product_attention(
   query: jax.Array,
@@ -95,11 +100,7 @@ def dot_product_attention(
     is float32 `[batch, q_len, num_q_heads]`.
   """
   if not isinstance(dropout_rate, (int, float)) or dropout_rate != 0:
-    raise NotImplementedError(
-      f"dropout_rate must be 0, got {dropout_rate!r}: attention dropout is not supported, as every "
-      "kernel would have to make its random bits, and the same again in the backward pass; dropout "
-      "of the attention's output is a line of JAX"
-    )
+    raise NotImplementedError(f"dropout_rate must be 0, got {dropout_rate!r}: {NO_DROPOUT}")
   for name, flag in (
     ("is_causal", is_causal),
     ("return_residual", return_residual),

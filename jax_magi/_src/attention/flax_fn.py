@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_magi._src.attention.dot_product import dot_product_attention
+from jax_magi._src.attention.dot_product import NO_DROPOUT, dot_product_attention
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.transforms.explicit import fold_leading, reshaped, spec_of
 
@@ -42,6 +43,7 @@ def flax_attention_fn(
   einsum_dot_general: Any = None,
   qk_attn_weights_einsum: Any = None,
   attn_weights_value_einsum: Any = None,
+  on_max_logits: Callable[[jax.Array], Any] | None = None,
   **options: Any,
 ) -> Any:
   """For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
@@ -70,6 +72,8 @@ def flax_attention_fn(
     einsum_dot_general: must be None.
     qk_attn_weights_einsum: must be None.
     attn_weights_value_einsum: must be None.
+    on_max_logits: called when the module is traced, with max_logits `[batch..., num_q_heads]`, for
+      QK-Clip: `lambda x: self.sow("intermediates", "max_logits", x)` in a module that has this one.
     **options: more arguments of `dot_product_attention`, such as `local_window_size` and `softcap`.
       Those with a batch have that of the query.
 
@@ -80,8 +84,8 @@ def flax_attention_fn(
   del broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
   if dropout_rate and not deterministic:
     raise NotImplementedError(
-      f"dropout_rate must be 0, got {dropout_rate}: attention dropout is not supported; give the "
-      "module dropout_rate=0, or call it with deterministic=True"
+      f"dropout_rate must be 0, got {dropout_rate}: {NO_DROPOUT}. Give the module "
+      "dropout_rate=0, or call it with deterministic=True"
     )
   if module is not None:
     raise NotImplementedError(
@@ -99,15 +103,32 @@ def flax_attention_fn(
   q, k, v = (x.astype(dtype) for x in (query, key, value))
   if hasattr(mask, "dtype") and jnp.issubdtype(mask.dtype, jnp.number):
     mask = mask != 0
-  batch = query.shape[:-3]
+  if on_max_logits is not None:
+    for name in ("return_meta", "return_residual", "return_max_logits"):
+      if options.get(name):
+        raise ValueError(f"on_max_logits and {name} exclude each other; return_meta has max_logits")
+    options |= {"return_meta": True, "return_max_logits": True}
+  results = _attend(q, k, v, bias, mask, is_causal, options)
+  if on_max_logits is None:
+    return results
+  out, meta = results
+  on_max_logits(meta.max_logits)
+  return out
+
+
+def _attend(
+  q: Any, k: Any, v: Any, bias: Any, mask: Any, is_causal: bool, options: dict[str, Any]
+) -> Any:
+  """`dot_product_attention` with any number of batch axes."""
+  batch = q.shape[:-3]
   if len(batch) <= 1:
     return dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
+  batch_axes = spec_of(q)[: len(batch)]
   q, k, v = (fold_leading(x, len(batch)) for x in (q, k, v))
   bias, mask = (_fold_pairs(x, batch) for x in (bias, mask))
   for name in _OF_BATCH.intersection(options):
     options[name] = _fold_rows(options[name], batch)
   results = dot_product_attention(q, k, v, bias, mask, is_causal=is_causal, **options)
-  batch_axes = spec_of(query)[: len(batch)]
 
   def unfold(x: jax.Array) -> jax.Array:
     return reshaped(x, (*batch, *x.shape[1:]), P(*batch_axes, *spec_of(x)[1:]))
