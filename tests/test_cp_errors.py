@@ -79,7 +79,10 @@ def test_ranges_without_lengths_end_with_the_last_token():
     (lambda x, key: jax_magi.undispatch(x, stack_keys([key])), "one key of a stack"),
     (lambda x, key: jax_magi.roll(x[:32], key), r"key is of 2 ranks, but x is \[32\]; inside sh"),
     (lambda x, key: jax_magi.roll(x, _rank(key)), "x must have the 32 rows of a rank, got"),
-    (lambda x, key: jax_magi.roll(x[:32], _rank(key), 33), "shift must be at most a chunk of"),
+    (
+      lambda x, key: jax_magi.roll(x, key, segment_ids=np.ones(3, int)),
+      r"segment_ids must be \[64\], got \[3\]",
+    ),
   ],
 )
 def test_bad_rows_are_named(call, match):

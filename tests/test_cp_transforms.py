@@ -150,7 +150,7 @@ def test_heads_exchanged_on_another_axis():
 
 
 @pytest.mark.parametrize("length", [96, 91])
-@pytest.mark.parametrize("shift", [-1, 1, -3, 3, 0])
+@pytest.mark.parametrize("shift", [-1, 1, -3, 3, 0, -7, 50])
 def test_roll(length, shift):
   key = magi_attn_flex_key(AttentionMask.causal(length), cp_size=4, chunk_size=4)
   tokens = np.arange(1, length + 1)
@@ -164,6 +164,37 @@ def test_roll(length, shift):
     out_specs=P("cp"),
   )
   np.testing.assert_array_equal(jax.jit(fun)(ranks, key), want)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("shift", [-1, 2, -5])
+def test_labels_stop_at_the_ends_of_documents(axis_type, shift):
+  length = 46
+  key = magi_attn_flex_key(AttentionMask.causal(length), cp_size=4, chunk_size=4)
+  tokens = np.stack([np.arange(1, length + 1), np.arange(length) * 10 + 5], axis=1)
+  want = np.zeros_like(tokens)
+  for begin, end in ((0, 9), (9, 10), (10, 31), (31, length)):
+    document = tokens[begin:end]
+    kept = np.abs(shift) < end - begin
+    if kept and shift < 0:
+      want[begin : end + shift] = document[-shift:]
+    elif kept:
+      want[begin + shift : end] = document[:-shift]
+  ids = np.repeat([3, 1, 2, 0], [9, 1, 21, 15])
+  x, rows, want = (jax_magi.dispatch(one, key) for one in (tokens, ids, want))
+  np.testing.assert_array_equal(jax_magi.roll(x, key, shift, segment_ids=rows), want)
+  mesh = make_mesh(axis_type, cp=4)
+  fun = jax.shard_map(
+    lambda x, ids, key: jax_magi.roll(x, key, shift, segment_ids=ids),
+    mesh=mesh,
+    in_specs=P("cp"),
+    out_specs=P("cp"),
+  )
+  with jax.set_mesh(mesh):
+    placed = jax.device_put((x, rows, key), NamedSharding(mesh, P("cp")))
+    np.testing.assert_array_equal(jax.jit(fun)(*placed), want)
+    whole = jax.jit(lambda x, ids, key: jax_magi.roll(x, key, shift, segment_ids=ids))
+    np.testing.assert_array_equal(whole(*placed), want)
 
 
 def test_mesh_of_the_context():

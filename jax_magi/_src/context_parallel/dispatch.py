@@ -13,6 +13,7 @@ from jax import lax
 
 from jax_magi._src.arguments import check_choice, check_position
 from jax_magi._src.context_parallel.key import DistAttnKey, check_key, check_one_key
+from jax_magi._src.masks.segments import as_ids
 from jax_magi._src.transforms.explicit import resized_spec, with_auto_axes
 
 
@@ -81,15 +82,23 @@ def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
 
 
 def roll(
-  x: Any, key: DistAttnKey, shift: int = -1, *, axis_name: str = "cp", role: str = "q"
+  x: Any,
+  key: DistAttnKey,
+  shift: int = -1,
+  *,
+  segment_ids: Any = None,
+  axis_name: str = "cp",
+  role: str = "q",
 ) -> Any:
   """`jnp.roll` along the sequence of tokens in the order of ranks; -1 gives next-token labels.
 
   Args:
     x: `[cp_size * local, ...]`, or `[local, ...]` inside `shard_map`, where the rows at the edges
-      of chunks come from other ranks.
+      of chunks come from other ranks; all rows do if the shift is more than a chunk.
     key: says where tokens are.
-    shift: as in `jnp.roll`; at most a chunk.
+    shift: as in `jnp.roll`.
+    segment_ids: int, one for each row of x: rows that would come from another document, or from
+      the other end of the sequence, are zero. None is none.
     axis_name: the mesh axis, inside `shard_map`.
     role: as in `dispatch`.
 
@@ -99,6 +108,8 @@ def roll(
   chunks, length, chunk_size = _side(key, role)
   shift = check_position("shift", shift)
   x = x if hasattr(x, "ndim") else np.asarray(x)
+  if segment_ids is not None:
+    return _roll_in_segments(x, key, shift, segment_ids, axis_name, role)
   if chunks.shape[0] == key.spec.cp_size and x.shape[0] == chunks.size * chunk_size:
     xp = _library(x, chunks)
 
@@ -106,8 +117,6 @@ def roll(
       return dispatch(xp.roll(undispatch(x, key, role=role), shift, axis=0), key, role=role)
 
     return _on_mesh(fun, x, key, x.shape[0])
-  if abs(shift) > min(chunk_size, length):
-    raise ValueError(f"shift must be at most a chunk of {chunk_size} tokens, got {shift}")
   if chunks.shape[0] != 1:
     raise ValueError(
       f"key is of {chunks.shape[0]} ranks, but x is {list(x.shape)}; inside shard_map, pass the "
@@ -118,8 +127,37 @@ def roll(
       f"x must have the {chunks.size * chunk_size} rows of a rank, got {list(x.shape)}"
     )
   check_axis("roll", key, axis_name)
-  fun = functools.partial(_roll_local, shift=shift, axis_name=axis_name, role=role)
-  return _on_mesh(fun, x, key, x.shape[0])
+  if abs(shift) > min(chunk_size, length):
+    rolling = functools.partial(_roll_gathered, shift=shift, axis_name=axis_name, role=role)
+  else:
+    rolling = functools.partial(_roll_local, shift=shift, axis_name=axis_name, role=role)
+  return _on_mesh(rolling, x, key, x.shape[0])
+
+
+def _roll_in_segments(
+  x: Any, key: DistAttnKey, shift: int, segment_ids: Any, axis_name: str, role: str
+) -> Any:
+  """`roll` with zeros in rows that would come from elsewhere."""
+  ids = as_ids("segment_ids", segment_ids, (*x.shape[:1],))
+  _, length, _ = _side(key, role)
+  rolled, other = (roll(rows, key, shift, axis_name=axis_name, role=role) for rows in (x, ids))
+  source = get_position_ids(key, role=role) - np.int32(shift)
+  is_kept = (other == ids) & (source >= 0) & (source < length)
+  is_kept = is_kept.reshape(-1, *[1] * (x.ndim - 1))
+  xp = _library(rolled, is_kept)
+  return xp.where(is_kept, rolled, xp.zeros_like(rolled))
+
+
+def _roll_gathered(x: Any, key: DistAttnKey, *, shift: int, axis_name: str, role: str) -> Any:
+  """`roll` of a rank's rows by any shift, from all rows."""
+  chunks, length, chunk_size = _side(key, role)
+  blocks = x.reshape(chunks.shape[1], chunk_size, *x.shape[1:])
+  owners = lax.all_gather(chunks[0], axis_name, tiled=True)
+  in_order = lax.all_gather(blocks, axis_name, tiled=True)[jnp.argsort(owners)]
+  tokens = in_order.reshape(-1, *x.shape[1:])[:length]
+  widths = [(0, owners.size * chunk_size - length)] + [(0, 0)] * (x.ndim - 1)
+  rolled = jnp.pad(jnp.roll(tokens, shift, axis=0), widths).reshape(in_order.shape)
+  return rolled[chunks[0]].reshape(x.shape)
 
 
 def _roll_local(x: Any, key: DistAttnKey, *, shift: int, axis_name: str, role: str) -> Any:

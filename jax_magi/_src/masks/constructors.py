@@ -246,6 +246,41 @@ def shared_question(question_len: Any, answer_lens: Any) -> Parts:
   return slices.astype(np.int32), length, length
 
 
+def prefix_tree(parents: Any, lengths: Any) -> Parts:
+  """A slice per node and run of its descendants: one where these come right after it."""
+  parents = as_int32("parents", parents, ("num_nodes",))
+  lengths = as_int32("lengths", lengths, (parents.shape[0],))
+  for name, x in (("parents", parents), ("lengths", lengths)):
+    if not isinstance(x, np.ndarray):
+      raise ValueError(f"{name} must be known: the mask's slices depend on them")
+  count = len(parents)
+  is_bad = (parents < -1) | (parents >= np.arange(count))
+  if is_bad.any():
+    i = int(np.argmax(is_bad))
+    raise ValueError(f"parents[{i}] must be -1 or a node before it, got {parents[i]}")
+  if (lengths < 0).any():
+    raise ValueError(f"lengths must not be negative, but one is {lengths.min()}")
+  bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+  length = check_length("the sum of lengths", int(bounds[-1]))
+  # By node: the runs of nodes that see it.
+  runs: list[list[list[int]]] = [[] for _ in range(count)]
+  for node in range(count):
+    ancestor = node
+    while ancestor >= 0:
+      mine = runs[ancestor]
+      if mine and mine[-1][1] == bounds[node]:
+        mine[-1][1] = int(bounds[node + 1])
+      else:
+        mine.append([int(bounds[node]), int(bounds[node + 1])])
+      ancestor = int(parents[ancestor])
+  slices = [
+    [*run, bounds[node], bounds[node + 1], -UNBOUNDED, 0]
+    for node in range(count)
+    for run in runs[node]
+  ]
+  return np.array(slices, np.int32).reshape(-1, 6), length, length
+
+
 def _is_top_left(align: str) -> bool:
   check_choice("align", align, ("bottom_right", "top_left"))
   return align == "top_left"

@@ -215,6 +215,20 @@ class AttentionMask:
     """One question, then several answers that each see the question and themselves, causally."""
     return cls(*constructors.shared_question(question_len, answer_lens))
 
+  @classmethod
+  def prefix_tree(cls, parents: Any, lengths: Any) -> Self:
+    """Sequences that share prefixes on several levels, each prefix once: a tree of parts.
+
+    Tokens see their own part up to themselves, and the parts on the way to the root. There are
+    fewest slices where a part is followed by all that goes on from it: one for each part.
+
+    Args:
+      parents: int `[num_parts]`, the part that each goes on from, which comes before it; -1 for
+        those that begin a sequence.
+      lengths: int `[num_parts]`, tokens of each part; they lie one after the other.
+    """
+    return cls(*constructors.prefix_tree(parents, lengths))
+
   # --- pytree: slices are the leaf, lengths are static ---
 
   def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], tuple[int, int]]:
