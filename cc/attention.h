@@ -39,6 +39,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cc/architecture.h"
 #include "cc/dtype.h"
 #include "cc/mask.h"
 
@@ -137,23 +138,26 @@ struct AttentionCall {
   bool sums_dq = false;          // Whether dq is summed over several calls.
   bool has_float_grads = false;  // Whether dk and dv are float32 rather than `dtype`.
   int num_sms = 0;               // SMs of the GPU that the call is traced for; 0: unknown.
+  Target target{};
 };
 
 // The call that these operands belong to.
 template <typename Args>
-AttentionCall CallWithTerms(const Args& args, bool is_backward, bool deterministic) {
+AttentionCall CallWithTerms(const Args& args, bool is_backward, bool deterministic,
+                            const Target& target) {
   AttentionCall call{args.shape, args.dtype, args.params.softcap != 0.0f, is_backward,
                      deterministic};
+  call.target = target;
   call.has_bias = args.bias != nullptr;
   call.has_alibi = args.alibi_slopes != nullptr;
   call.bias_layout = args.bias_layout;
   return call;
 }
-inline AttentionCall CallOf(const ForwardArgs& args) {
-  return CallWithTerms(args, /*is_backward=*/false, /*deterministic=*/true);
+inline AttentionCall CallOf(const ForwardArgs& args, const Target& target) {
+  return CallWithTerms(args, /*is_backward=*/false, /*deterministic=*/true, target);
 }
-inline AttentionCall CallOf(const BackwardArgs& args, bool deterministic) {
-  AttentionCall call = CallWithTerms(args, /*is_backward=*/true, deterministic);
+inline AttentionCall CallOf(const BackwardArgs& args, bool deterministic, const Target& target) {
+  AttentionCall call = CallWithTerms(args, /*is_backward=*/true, deterministic, target);
   call.wants_dbias = args.dbias != nullptr;
   call.wants_dslopes = args.dslopes != nullptr;
   call.sums_dq = args.dq_sum != nullptr;

@@ -14,3 +14,17 @@ ${JAX_MAGI_LEAST_NVCC} and later (an older ptxas may spill registers, which is a
   endif()
   set(${result} "${obstacle}" PARENT_SCOPE)
 endfunction()
+
+# Removes from the list `architectures` those that `nvcc` cannot compile for.
+function(jax_magi_keep_known_architectures nvcc architectures)
+  execute_process(COMMAND ${nvcc} --list-gpu-code OUTPUT_VARIABLE known ERROR_QUIET)
+  string(REPLACE "\n" ";" known "${known}")
+  set(kept "")
+  foreach(architecture IN LISTS ${architectures})
+    string(REGEX REPLACE "-.*" "" number "${architecture}")
+    if("sm_${number}" IN_LIST known)
+      list(APPEND kept ${architecture})
+    endif()
+  endforeach()
+  set(${architectures} "${kept}" PARENT_SCOPE)
+endfunction()

@@ -45,6 +45,8 @@ def forward_with_list(mask, tile_list, *, tile_stamp=None):
       softcap=np.float32(0.0),
       sm_margin=np.int32(0),
       tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
+      architecture="sm90",
+      shared_memory_bytes=np.int32(99 << 10),
     )
 
   out, lse, *_ = jax.block_until_ready(call(q, k, v, jnp.asarray(tile_list)))

@@ -24,6 +24,7 @@ def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_he
     "is_backward": is_backward,
     "deterministic": False,
     "static_slices": slices.tobytes(),
+    "architecture": "sm90",
   }
   return HOPPER.module.attention_needs(**(call | changes))
 

@@ -103,7 +103,7 @@ def partial_build(monkeypatch):
     COMMIT="0123456789ab",
     COMPILER="CUDA 13.0 for sm_90a",
     LEFT_OUT="64 float16, 128 float16, 256 float16, 256 bfloat16",
-    variants=lambda: {"attention backward": ["64 bfloat16", "128 bfloat16"]},
+    variants=lambda: {"attention sm90": ["64 bfloat16", "128 bfloat16"]},
   )
   backend = dataclasses.replace(BACKENDS["cuda"], module=module)
   monkeypatch.setitem(BACKENDS, "cuda", backend)
@@ -112,7 +112,7 @@ def partial_build(monkeypatch):
 
 def test_a_partial_build_says_what_it_has_and_what_is_left_out(partial_build):
   text = report()
-  assert "attention backward: 64 bfloat16, 128 bfloat16" in text
+  assert "attention sm90: 64 bfloat16, 128 bfloat16" in text
   assert f"attention, left out of this build: {partial_build.module.LEFT_OUT}" in text
   choices = {c.operands: c for c in facts.choices("cuda")}
   assert choices["bfloat16, head dim 128"].reason is None

@@ -80,6 +80,8 @@ _FORWARD_ATTRIBUTES = {
   "softcap": _F32(0),
   "sm_margin": np.int32(0),
   "tile_stamp": np.int32(0),
+  "architecture": "none",
+  "shared_memory_bytes": np.int32(0),
 }
 _SOFTMAX_ATTRIBUTES = {"scale": _F32(1), "lo": np.int32(-(2**31)), "hi": np.int32(2**31 - 1)}
 

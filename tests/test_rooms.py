@@ -44,6 +44,7 @@ CPP = {
   "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/overlap", "cuda/softmax"},
   "cpu": {""},
   "cuda/attention/sm90": {"", "cuda", "cuda/attention"},
+  "cuda/attention/sm80": {"cuda/attention"},
   "cuda/attention": {"", "cuda"},
   "cuda/overlap": {"cuda"},
   "cuda/softmax": {"", "cuda"},

@@ -19,12 +19,23 @@ cudaError_t LaunchKernel(void (*kernel)(Params...), unsigned num_blocks, unsigne
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Number of SMs of the current device.
-inline cudaError_t GetNumSms(int* num_sms) {
+// An attribute of the current device.
+inline cudaError_t GetAttribute(cudaDeviceAttr attribute, int* value) {
   int device;
   const cudaError_t code = cudaGetDevice(&device);
   if (code != cudaSuccess) return code;
-  return cudaDeviceGetAttribute(num_sms, cudaDevAttrMultiProcessorCount, device);
+  return cudaDeviceGetAttribute(value, attribute, device);
+}
+inline cudaError_t GetNumSms(int* num_sms) {
+  return GetAttribute(cudaDevAttrMultiProcessorCount, num_sms);
+}
+// 10 * major + minor.
+inline cudaError_t GetComputeCapability(int* compute_capability) {
+  int major, minor;
+  cudaError_t code = GetAttribute(cudaDevAttrComputeCapabilityMajor, &major);
+  if (code == cudaSuccess) code = GetAttribute(cudaDevAttrComputeCapabilityMinor, &minor);
+  if (code == cudaSuccess) *compute_capability = 10 * major + minor;
+  return code;
 }
 
 }  // namespace jax_magi::cuda

@@ -4,6 +4,8 @@
 #ifndef JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
 #define JAX_MAGI_FFI_ATTENTION_BINDINGS_H_
 
+#include <string_view>
+
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_magi {
@@ -29,7 +31,9 @@ auto ForwardBinding() {
       .template Attr<float>("softmax_scale")
       .template Attr<float>("softcap")
       .template Attr<int32_t>("sm_margin")
-      .template Attr<int32_t>("tile_stamp");
+      .template Attr<int32_t>("tile_stamp")
+      .template Attr<std::string_view>("architecture")
+      .template Attr<int32_t>("shared_memory_bytes");
 }
 
 template <typename Context>
@@ -59,6 +63,8 @@ auto BackwardBinding() {
       .template Attr<bool>("deterministic")
       .template Attr<int32_t>("sm_margin")
       .template Attr<int32_t>("tile_stamp")
+      .template Attr<std::string_view>("architecture")
+      .template Attr<int32_t>("shared_memory_bytes")
       .template Attr<int32_t>("num_dkv_parts");
 }
 

@@ -18,7 +18,8 @@ ffi::Error Forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                    ffi::RemainingArgs running, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
                    ffi::Result<ffi::AnyBuffer> /*workspace*/, float softmax_scale, float softcap,
-                   int32_t /*sm_margin*/, int32_t /*tile_stamp*/) {
+                   int32_t /*sm_margin*/, int32_t /*tile_stamp*/, std::string_view /*architecture*/,
+                   int32_t /*shared_memory_bytes*/) {
   ForwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, running, *out,
                                          *lse, *max_logits, softmax_scale, softcap, &args));
@@ -33,7 +34,9 @@ ffi::Error Backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
                     ffi::Result<ffi::AnyBuffer> dslopes, ffi::Result<ffi::AnyBuffer> /*workspace*/,
                     float softmax_scale, float softcap, bool /*deterministic: always*/,
-                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/, int32_t /*num_dkv_parts*/) {
+                    int32_t /*sm_margin*/, int32_t /*tile_stamp*/,
+                    std::string_view /*architecture*/, int32_t /*shared_memory_bytes*/,
+                    int32_t /*num_dkv_parts*/) {
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
                                           running, *dq, *dk, *dv, *dbias, *dslopes,

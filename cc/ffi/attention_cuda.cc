@@ -16,13 +16,53 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+std::string SmOf(int compute_capability) { return "sm_" + std::to_string(compute_capability); }
+
 // Checks the stamp of a tile list, or the stamp that a list is to be made for.
 ffi::Error CheckStamp(const std::string& context, int32_t stamp, int32_t expected) {
   if (stamp == expected) return ffi::Error::Success();
+  const auto of = [](int32_t stamp) { return cuda::Tiling::OfStamp(stamp).architecture; };
+  if (of(stamp) != of(expected)) {
+    return ffi::Error::InvalidArgument(context + ": the tile list was made for the kernels for " +
+                                       WordsOf(of(stamp)) + ", and this call's are those for " +
+                                       WordsOf(of(expected)) + "; trace or export it again");
+  }
   return ffi::Error::InvalidArgument(
       context + ": the program has a tile list of another version of jax_magi (stamp " +
       std::to_string(stamp) + ", expected " + std::to_string(expected) +
       "); trace or export it again");
+}
+
+// Parses what the program was compiled for, and checks that this device is such a GPU.
+ffi::Error DecodeTarget(const std::string& context, std::string_view name,
+                        int32_t shared_memory_bytes, Target* target) {
+  const std::optional<Architecture> architecture = ArchitectureOf(name);
+  if (!architecture || *architecture == Architecture::kNone) {
+    return Invalid(context.c_str(), "architecture", "is unknown: " + std::string(name));
+  }
+  *target = {*architecture, shared_memory_bytes};
+  int compute_capability, most;
+  cudaError_t code = cuda::GetComputeCapability(&compute_capability);
+  if (code == cudaSuccess) {
+    code = cuda::GetAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &most);
+  }
+  if (code != cudaSuccess) return ToError(context, cuda::FailureOf(code, __FILE__, __LINE__));
+  const std::string was_compiled =
+      context + ": this program was compiled for " + WordsOf(*architecture);
+  if (!RunsOn(*architecture, compute_capability)) {
+    const bool is_older = !RunsOn(Architecture::kSm80, compute_capability);
+    return ffi::Error::InvalidArgument(
+        was_compiled + "; the GPU is " + SmOf(compute_capability) +
+        (is_older ? ": compile it there, and it takes the plain path"
+                  : ": compile it there, or pass implementation=\"cuda_sm80\""));
+  }
+  if (shared_memory_bytes > most) {
+    return ffi::Error::InvalidArgument(
+        was_compiled + " with " + std::to_string(shared_memory_bytes >> 10) +
+        " KB of shared memory; the GPU, " + SmOf(compute_capability) + ", has " +
+        std::to_string(most >> 10) + " KB: compile it there");
+  }
+  return ffi::Error::Success();
 }
 
 // Checks what only the GPU kernels require, and makes the launch options.
@@ -71,16 +111,14 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
   if (const cudaError_t code = cuda::GetNumSms(&num_sms); code != cudaSuccess) {
     return ToError(context, cuda::FailureOf(code, __FILE__, __LINE__));
   }
-  *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()),
-              max_tiles,
-              num_blocks,
+  *options = {static_cast<const cuda::TileList*>(tile_list.untyped_data()), max_tiles, num_blocks,
               in_clusters,
-              /*cuts_heads=*/false,
-              workspace.untyped_data(),
-              static_cast<int64_t>(workspace.size_bytes()),
-              num_sms,
-              sm_margin,
-              stream};
+              // The stamp of a known list holds its number of blocks. A list without blocks is
+              // never cut.
+              layout.cuts_heads && num_dkv_parts == 1 &&
+                  cuda::CutsHeads(call, /*is_mask_known=*/num_blocks > 0),
+              workspace.untyped_data(), static_cast<int64_t>(workspace.size_bytes()), num_sms,
+              sm_margin, stream, call.target};
   return ffi::Error::Success();
 }
 
@@ -90,7 +128,8 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
                    ffi::RemainingArgs running, ffi::Result<ffi::AnyBuffer> out,
                    ffi::Result<ffi::AnyBuffer> lse, ffi::Result<ffi::AnyBuffer> max_logits,
                    ffi::Result<ffi::AnyBuffer> workspace, float softmax_scale, float softcap,
-                   int32_t sm_margin, int32_t tile_stamp) {
+                   int32_t sm_margin, int32_t tile_stamp, std::string_view architecture,
+                   int32_t shared_memory_bytes) {
   const char* context = "jax_magi attention forward";
   ForwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeForward(q, k, v, slices, sink, bias, alibi_slopes, running, *out,
@@ -107,9 +146,12 @@ ffi::Error Forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
                                                   {"lse", *lse},
                                                   {"max_logits", *max_logits},
                                                   {"workspace", *workspace}}));
+  Target target;
+  JAX_MAGI_RETURN_IF_ERROR(DecodeTarget(context, architecture, shared_memory_bytes, &target));
   cuda::LaunchOptions options;
-  JAX_MAGI_RETURN_IF_ERROR(DecodeOptions(context, CallOf(args), /*num_dkv_parts=*/1, tile_list,
-                                         *workspace, sm_margin, tile_stamp, stream, &options));
+  JAX_MAGI_RETURN_IF_ERROR(DecodeOptions(context, CallOf(args, target), /*num_dkv_parts=*/1,
+                                         tile_list, *workspace, sm_margin, tile_stamp, stream,
+                                         &options));
   return ToError(context, cuda::AttentionForward(args, options));
 }
 
@@ -121,7 +163,8 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                     ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias,
                     ffi::Result<ffi::AnyBuffer> dslopes, ffi::Result<ffi::AnyBuffer> workspace,
                     float softmax_scale, float softcap, bool deterministic, int32_t sm_margin,
-                    int32_t tile_stamp, int32_t num_dkv_parts) {
+                    int32_t tile_stamp, std::string_view architecture, int32_t shared_memory_bytes,
+                    int32_t num_dkv_parts) {
   const char* context = "jax_magi attention backward";
   BackwardArgs args;
   JAX_MAGI_RETURN_IF_ERROR(DecodeBackward(q, k, v, dout, lse, delta, slices, bias, alibi_slopes,
@@ -143,7 +186,9 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
                                                   {"dbias", *dbias},
                                                   {"dslopes", *dslopes},
                                                   {"workspace", *workspace}}));
-  const AttentionCall call = CallOf(args, deterministic);
+  Target target;
+  JAX_MAGI_RETURN_IF_ERROR(DecodeTarget(context, architecture, shared_memory_bytes, &target));
+  const AttentionCall call = CallOf(args, deterministic, target);
   const int64_t most_parts = args.shape.num_kv_heads == 0 ? 1 : args.shape.group();
   if (num_dkv_parts < 1 || num_dkv_parts > std::max<int64_t>(most_parts, 1) ||
       most_parts % num_dkv_parts != 0) {
@@ -164,9 +209,6 @@ ffi::Error Backward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
   cuda::LaunchOptions options;
   JAX_MAGI_RETURN_IF_ERROR(DecodeOptions(context, call, num_dkv_parts, tile_list, *workspace,
                                          sm_margin, tile_stamp, stream, &options));
-  // The stamp of a known list holds its number of blocks. A list without blocks is never cut.
-  options.cuts_heads =
-      num_dkv_parts == 1 && cuda::CutsHeads(call, /*is_mask_known=*/options.num_blocks > 0);
   return ToError(context, cuda::AttentionBackward(args, num_dkv_parts, deterministic, options));
 }
 
@@ -265,6 +307,7 @@ std::map<std::string, int64_t> jax_magi_cuda_read_tile_stamp(int32_t stamp) {
           {"num_columns", tiling.num_columns},
           {"by_keys", tiling.by_keys},
           {"aligns_keys", tiling.aligns_keys},
+          {"architecture", static_cast<int64_t>(tiling.architecture)},
           {"num_blocks", jax_magi::cuda::BlocksOfStamp(stamp)}};
 }
 
@@ -273,7 +316,12 @@ int32_t jax_magi_cuda_stamp_of_blocks(int64_t num_blocks) {
 }
 
 std::map<std::string, std::vector<std::string>> jax_magi_cuda_variants() {
-  return {{"attention forward", jax_magi::cuda::ForwardVariants()},
-          {"attention backward", jax_magi::cuda::BackwardVariants()},
-          {"softmax", {"float32", "bfloat16", "float16"}}};
+  std::map<std::string, std::vector<std::string>> variants = {
+      {"softmax", {"float32", "bfloat16", "float16"}}};
+  for (const jax_magi::Architecture architecture : jax_magi::kArchitectures) {
+    std::vector<std::string> names = jax_magi::cuda::NamesOfVariants(architecture);
+    if (names.empty()) continue;
+    variants[std::string("attention ") + NameOf(architecture)] = std::move(names);
+  }
+  return variants;
 }

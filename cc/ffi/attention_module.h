@@ -19,6 +19,12 @@ inline DType ParseDType(const std::string& name) {
   throw nanobind::value_error("dtype must be float32, bfloat16 or float16");
 }
 
+inline Architecture ParseArchitecture(const std::string& name) {
+  const std::optional<Architecture> architecture = ArchitectureOf(name);
+  if (!architecture) throw nanobind::value_error("architecture must be none, sm90 or sm80");
+  return *architecture;
+}
+
 // Adds attention_needs(...) and the struct that it returns: see the stub, _cpu.pyi. `needs` is the
 // function of the device; its slices are one list that the whole batch shares, or null.
 template <typename NeedsFn>
@@ -43,7 +49,8 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
               const std::string& dtype, bool has_softcap, bool is_backward, bool deterministic,
               nb::object static_slices, nb::object bias_shape, const std::string& bias_dtype,
               bool has_alibi, bool wants_dbias, bool wants_dslopes, bool sums_dq,
-              bool has_float_grads, int num_sms) {
+              bool has_float_grads, int num_sms, const std::string& architecture,
+              int shared_memory_bytes) {
         const auto at = [](const nb::tuple& dims, int i) { return nb::cast<int64_t>(dims[i]); };
         const AttentionShape shape{/*batch=*/at(q_shape, 0),
                                    /*q_len=*/at(q_shape, 1),
@@ -75,6 +82,7 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
         call.sums_dq = sums_dq;
         call.has_float_grads = has_float_grads;
         call.num_sms = num_sms;
+        call.target = {ParseArchitecture(architecture), shared_memory_bytes};
         return needs(call, slices);
       },
       nb::kw_only(), nb::arg("q_shape"), nb::arg("k_shape"), nb::arg("value_dim"),
@@ -83,7 +91,8 @@ void AddAttentionNeeds(nanobind::module_& m, NeedsFn needs) {
       nb::arg("bias_shape").none() = nb::none(), nb::arg("bias_dtype") = "float32",
       nb::arg("has_alibi") = false, nb::arg("wants_dbias") = false,
       nb::arg("wants_dslopes") = false, nb::arg("sums_dq") = false,
-      nb::arg("has_float_grads") = false, nb::arg("num_sms") = 0);
+      nb::arg("has_float_grads") = false, nb::arg("num_sms") = 0, nb::arg("architecture") = "none",
+      nb::arg("shared_memory_bytes") = kLeastSharedMemory);
 }
 
 }  // namespace jax_magi

@@ -1,4 +1,4 @@
-// The launchers of attention on a GPU. sm90/ implements them for Hopper.
+// The launchers of attention on a GPU, and what a call needs when it is traced.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
 #define JAX_MAGI_CUDA_ATTENTION_ATTENTION_H_
@@ -25,6 +25,7 @@ struct LaunchOptions {
   int num_sms;              // Number of SMs of the device.
   int sm_margin;            // Number of these SMs to leave unused.
   cudaStream_t stream;
+  Target target;  // The call's.
 };
 
 // Each launcher enqueues the computation, allocates nothing and waits for nothing. Element types
@@ -33,6 +34,14 @@ Status AttentionForward(const ForwardArgs& args, const LaunchOptions& options);
 // The query heads of a group are split into `num_parts` parts: AttentionNeeds::num_dkv_parts.
 Status AttentionBackward(const BackwardArgs& args, int num_parts, bool deterministic,
                          const LaunchOptions& options);
+
+// The check of a call's list, if there is anything to process.
+inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
+                         const LaunchOptions& options) {
+  const bool has_work = NumRows(shape, tiling) > 0;
+  return {has_work ? options.tile_list : nullptr, KeyOf(shape, tiling),
+          static_cast<int32_t>(options.max_tiles)};
+}
 
 // Computes dq = softmax_scale * sum, where the sum is the args.dq_sum of earlier AttentionBackward
 // calls. Of `args`, it uses the shape's batch and queries, the scale, dq_sum, dq, and dq's dtype,
@@ -47,6 +56,7 @@ struct CallLayout {
   // call never runs in clusters.
   Tiling cluster_tiling{};
   int64_t dq_sum_words = 0;  // See AttentionNeeds.
+  bool cuts_heads = false;   // Whether the kernels support head_cuts.h.
 };
 CallLayout LayoutOf(const AttentionCall& call, int num_dkv_parts);
 
@@ -58,10 +68,9 @@ AttentionNeeds NeedsOf(const AttentionCall& call, const Slice* slices);
 // makes no list with more blocks than this check assumes.
 std::string TooLarge(const AttentionShape& shape, const Tiling& tiling, bool is_list_known);
 
-// The variants that were built, in readable form: "192/128 bfloat16" has head dim 192 and value dim
-// 128.
-std::vector<std::string> ForwardVariants();
-std::vector<std::string> BackwardVariants();
+// The variants of an architecture that were built, in readable form: "192/128 bfloat16" has head
+// dim 192 and value dim 128.
+std::vector<std::string> NamesOfVariants(Architecture architecture);
 
 }  // namespace jax_magi::cuda
 

@@ -6,6 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include "cc/cuda/launch.h"
+
 namespace jax_magi::cuda {
 
 // Lets the next kernel start while this one ends, if it was launched with LaunchEarly.
@@ -28,6 +30,9 @@ template <typename... Params, typename... Args>
 cudaError_t LaunchEarlyInClusters(int cluster_size, void (*kernel)(Params...), int num_blocks,
                                   int num_threads, size_t shared_bytes, cudaStream_t stream,
                                   const Args&... args) {
+  int compute_capability;
+  const cudaError_t code = GetComputeCapability(&compute_capability);
+  if (code != cudaSuccess) return code;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -39,7 +44,7 @@ cudaError_t LaunchEarlyInClusters(int cluster_size, void (*kernel)(Params...), i
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = cluster_size > 1 ? 2 : 1;
+  config.numAttrs = compute_capability < 90 ? 0 : cluster_size > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

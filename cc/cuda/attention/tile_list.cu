@@ -134,10 +134,14 @@ __global__ void __launch_bounds__(kThreads)
     atomicAdd(&bins[BinOf<kThreads>(tile)], 1);
     return tile;
   };
-  for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
-  // A thread's first tile stays in registers.
+#if __CUDA_ARCH__ >= 900
+  constexpr int kFirst = kThreads;  // A thread's first tile stays in registers.
+#else
+  constexpr int kFirst = 0;  // For older GPUs, ptxas would spill it.
+#endif
+  for (int i = thread + kFirst; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
   Tile own{};
-  if (thread < num_tiles) own = make_tile(thread);
+  if (kFirst > 0 && thread < num_tiles) own = make_tile(thread);
   __syncthreads();
   const int count = bins[thread];
   const int before = SumBefore(count, rows);
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
   // warps take turns.
   for (int i = thread; i - thread < num_tiles; i += kThreads) {
     const bool is_tile = i < num_tiles;
-    Tile tile = i < kThreads || !is_tile ? own : unsorted[i];
+    Tile tile = i < kFirst || !is_tile ? own : unsorted[i];
     const int bin = is_tile ? BinOf<kThreads>(tile) : -1;
     const unsigned same = __match_any_sync(~0u, bin);
     const unsigned before = same & ((1u << thread % 32) - 1);

@@ -70,15 +70,12 @@ struct alignas(32) WorkCounter {
   int32_t padding[6];
 };
 
-// The GPU architecture whose kernels a list is for.
-enum class Architecture : int32_t { kNone = 0, kSm90 = 1 };
-
 // How a variant of a kernel cuts the score matrix.
 struct Tiling {
-  Architecture architecture;
-  int num_rows;     // Rows per tile.
-  int num_columns;  // Columns per block, a multiple of 16.
-  bool by_keys;     // Whether rows are keys (backward) rather than queries.
+  Architecture architecture;  // Whose kernels a list is for.
+  int num_rows;               // Rows per tile.
+  int num_columns;            // Columns per block, a multiple of 16.
+  bool by_keys;               // Whether rows are keys (backward) rather than queries.
   // Whether key blocks and key tiles begin at multiples of kPositionAlignment, as TMA requires to
   // load boxes of a bias.
   bool aligns_keys = false;

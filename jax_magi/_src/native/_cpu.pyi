@@ -29,7 +29,7 @@ LEFT_OUT: str  # Kernels that this build could have, and has not.
 def variants() -> dict[str, list[str]]:
   """What the kernels were built for, in words, by what is listed.
 
-  "attention backward" is a list of "HEAD_DIM DTYPE".
+  "attention sm90" is a list of "HEAD_DIM DTYPE".
   """
 
 def handlers() -> dict[str, object]: ...
@@ -52,5 +52,7 @@ def attention_needs(
   sums_dq: bool = False,
   has_float_grads: bool = False,
   num_sms: int = 0,
+  architecture: str = "none",
+  shared_memory_bytes: int = 99 << 10,
 ) -> AttentionNeeds:
   """What a call with these operands needs. `static_slices`, if known, give it a tile list."""

@@ -98,6 +98,7 @@ def _needs(
     sums_dq=sums_dq,
     has_float_grads=has_float_grads,
     num_sms=num_multiprocessors() or 0,
+    architecture=backend.architecture,
   )
 
 
@@ -222,6 +223,8 @@ def forward(
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(tile_stamp),
+    architecture=backend.architecture,
+    shared_memory_bytes=np.int32(99 << 10),
   )
   return out[..., :value_dim], lse, max_logits
 
@@ -303,6 +306,8 @@ def backward(
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(tile_stamp),
+    architecture=backend.architecture,
+    shared_memory_bytes=np.int32(99 << 10),
     num_dkv_parts=np.int32(needs.num_dkv_parts),
   )
   if running_dq is not None:

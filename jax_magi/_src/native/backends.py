@@ -70,6 +70,7 @@ class Backend:
     platform: the platform, as JAX's lowering and our argument `implementation` name it.
     ffi_platform: the same platform, as the FFI's registry names it.
     module: what hands out the handlers, and answers `needs`; None if it was not built.
+    architecture: the architecture of its attention kernels, as cc/architecture.h names it.
     attention_dtypes: element types that the attention kernels take.
     max_head_dim: the largest head dim that they take; None is no limit.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
@@ -86,6 +87,7 @@ class Backend:
   platform: str
   ffi_platform: str
   module: Any
+  architecture: str = "none"
   attention_dtypes: tuple[Any, ...] = (jnp.float32, jnp.bfloat16, jnp.float16)
   max_head_dim: int | None = None
   head_dim_multiple: int = 1
@@ -148,7 +150,7 @@ class Backend:
     """Of a build with some of the kernels: whether those for these dims are among them."""
     if not self.module.LEFT_OUT:
       return None
-    names = [name.split() for name in self.module.variants()["attention backward"]]
+    names = [name.split() for name in self.module.variants()[f"attention {self.architecture}"]]
     built = {name: _dims_of(name) for name, dtype in names if dtype == q.dtype.name}
 
     def has_larger(than: tuple[int, int]) -> bool:
@@ -184,6 +186,7 @@ HOPPER = Backend(
   "cuda",
   "CUDA",
   _import("_cuda"),
+  architecture="sm90",
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
   head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.

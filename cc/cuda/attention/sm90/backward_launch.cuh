@@ -8,7 +8,8 @@
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_prepare.h"
 #include "cc/cuda/attention/sm90/backward_kernel.cuh"
-#include "cc/cuda/attention/sm90/terms_launch.cuh"
+#include "cc/cuda/attention/sm90/launch.cuh"
+#include "cc/cuda/attention/terms_launch.cuh"
 
 namespace jax_magi::cuda {
 
@@ -133,8 +134,9 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   if (call.dq_sum != nullptr && call.dq_sum_words != DqSumWords(shape, kNumDims)) {
     return {"the sum of dq has another size than this kernel's", __FILE__, __LINE__};
   }
-  BackwardWorkspace workspace = BackwardWorkspaceOf(
-      CallOf(call, deterministic), kBackwardTiling<Config>, kNumDims, num_parts, options.workspace);
+  BackwardWorkspace workspace =
+      BackwardWorkspaceOf(CallOf(call, deterministic, options.target), kBackwardTiling<Config>,
+                          kNumDims, num_parts, options.workspace);
   JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
   if (call.dq_sum != nullptr) workspace.sum.data = call.dq_sum;
   const BackwardArgs args = WithParts(call, workspace.parts);
@@ -185,9 +187,16 @@ Status BackwardVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs&
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(bool has_softcap, bool in_clusters) {
+Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
   return WithBackwardConfig<kHeadDim, kValueDim, Element>(
-      has_softcap, in_clusters, /*cuts_heads=*/false,
+      call.has_softcap, /*in_clusters=*/false, /*cuts_heads=*/false,
+      [](auto config) { return kBackwardTiling<decltype(config)>; });
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling BackwardVariant<kHeadDim, kValueDim, Element>::ClusterTilingOf(const AttentionCall& call) {
+  return WithBackwardConfig<kHeadDim, kValueDim, Element>(
+      call.has_softcap, /*in_clusters=*/true, /*cuts_heads=*/false,
       [](auto config) { return kBackwardTiling<decltype(config)>; });
 }
 

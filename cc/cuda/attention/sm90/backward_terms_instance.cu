@@ -17,25 +17,24 @@ using ConfigFor =
 }  // namespace
 
 template <int kHeadDim, int kValueDim, typename Element>
-Status BackwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& call,
+Status BackwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& whole,
                                                                   int num_parts, bool deterministic,
                                                                   const LaunchOptions& options) {
-  const AttentionShape& shape = call.shape;
+  const AttentionShape& shape = whole.shape;
   if (shape.batch == 0) return {};
   constexpr bool kIsWide = kHeadDim > 128;
-  const Tiling tiling = TilingOf(
-      AreSlopesAlone(call.params.softcap != 0.0f, call.bias != nullptr, call.dslopes != nullptr));
-  const BackwardWorkspace workspace = BackwardWorkspaceOf(CallOf(call, deterministic), tiling,
-                                                          kHeadDim, num_parts, options.workspace);
+  const AttentionCall call = CallOf(whole, deterministic, options.target);
+  const Tiling tiling = TilingOf(call);
+  const BackwardWorkspace workspace =
+      BackwardWorkspaceOf(call, tiling, kHeadDim, num_parts, options.workspace);
   JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
-  const BackwardArgs args = WithParts(call, workspace.parts);
+  const BackwardArgs args = WithParts(whole, workspace.parts);
 
   TermGradients gradients;
   const bool is_bias_alone =
       !kIsWide && IsBiasAlone(args) &&
       (args.dbias == nullptr || !IsDbiasSummed(shape, args.bias_layout, args.dtype));
-  const bool are_slopes_alone =
-      AreSlopesAlone(args.params.softcap != 0.0f, args.bias != nullptr, args.dslopes != nullptr);
+  const bool are_slopes_alone = AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes);
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
       args, workspace.term_sums, /*can_zero_hidden=*/is_bias_alone, options.stream, &gradients));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, CheckOf(shape, tiling, options),
@@ -51,15 +50,16 @@ Status BackwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const Backward
     JAX_MAGI_RETURN_IF_BAD(launch(args, workspace, options, gradients));
   }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
-      FinishBackward(call, workspace.sum, workspace.parts, options.stream));
+      FinishBackward(whole, workspace.sum, workspace.parts, options.stream));
   JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishTermGradients(args, gradients, options.stream));
   return {};
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(bool are_slopes_alone) {
-  return are_slopes_alone ? kBackwardTiling<ConfigFor<kHeadDim, kValueDim, Element, Terms::kSlopes>>
-                          : kBackwardTiling<ConfigFor<kHeadDim, kValueDim, Element, Terms::kAny>>;
+Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
+  return AreSlopesAlone(call.has_softcap, call.has_bias, call.wants_dslopes)
+             ? kBackwardTiling<ConfigFor<kHeadDim, kValueDim, Element, Terms::kSlopes>>
+             : kBackwardTiling<ConfigFor<kHeadDim, kValueDim, Element, Terms::kAny>>;
 }
 
 template struct BackwardTermsVariant<JAX_MAGI_VARIANT>;

@@ -127,7 +127,7 @@ struct BackwardShared : BackwardBias<Config, Config::kBiasByTma>,
 };
 
 // Named barriers of the backward kernel. Barrier 0 is that of __syncthreads().
-enum NamedBarrier {
+enum BackwardBarrier {
   // All consumers arrive when their part of dS is in shared memory, and wait: dQ's product reads
   // every part.
   kDsWritten = 1,

@@ -4,7 +4,8 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_LAUNCH_CUH_
 
 #include "cc/cuda/attention/sm90/forward_kernel.cuh"
-#include "cc/cuda/attention/sm90/terms_launch.cuh"
+#include "cc/cuda/attention/sm90/launch.cuh"
+#include "cc/cuda/attention/terms_launch.cuh"
 
 namespace jax_magi::cuda {
 
@@ -165,11 +166,10 @@ Status ForwardVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardArgs& a
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape,
-                                                              bool has_softcap) {
+Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
   return WithConfig<kHeadDim, kValueDim, Element, /*kIsOutFloat=*/false>(
-      shape, has_softcap, /*in_clusters=*/false,
-      [&](auto config) { return ConfigTiling<decltype(config)>(shape); });
+      call.shape, call.has_softcap, /*in_clusters=*/false,
+      [&](auto config) { return ConfigTiling<decltype(config)>(call.shape); });
 }
 
 }  // namespace jax_magi::cuda

@@ -52,12 +52,12 @@ Status ForwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const ForwardAr
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling ForwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionShape& shape) {
+Tiling ForwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
   // All configurations of a variant have the same tiling.
   if constexpr (kHeadDim > 128) {
-    return ConfigTiling<WideForwardTermsConfig<kHeadDim, kValueDim, Element, true>>(shape);
+    return ConfigTiling<WideForwardTermsConfig<kHeadDim, kValueDim, Element, true>>(call.shape);
   } else {
-    return ConfigTiling<ForwardTermsConfig<kHeadDim, Element, true>>(shape);
+    return ConfigTiling<ForwardTermsConfig<kHeadDim, Element, true>>(call.shape);
   }
 }
 

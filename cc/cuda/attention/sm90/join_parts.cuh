@@ -12,6 +12,13 @@ namespace jax_magi::cuda {
 
 static_assert(kPartThreads == kWarpgroup, "a warpgroup has 64 rows");
 
+// Named barriers of the forward kernel. Barrier 0 is that of __syncthreads().
+enum ForwardBarrier {
+  // One per consumer warpgroup, whose threads all arrive and wait: first when their part's results
+  // are stored, then to learn from thread 0 whether it was the last part.
+  kPartStored = 1,
+};
+
 // Reduces the parts of a tile, for one consumer warpgroup of 64 rows.
 template <typename Config>
 struct PartJoiner {
@@ -51,14 +58,14 @@ struct PartJoiner {
     words[(kWords - 2) * kWarpgroup] =
         make_float4(state.reference[0], state.reference[1], state.sum[0], state.sum[1]);
     words[(kWords - 1) * kWarpgroup] = make_float4(state.max[0], state.max[1], 0.0f, 0.0f);
-    NamedSync(1 + warpgroup, kWarpgroup);
+    NamedSync(kPartStored + warpgroup, kWarpgroup);
     bool is_last = false;
     if (thread == 0) {
       int32_t* counter = params.counters + Place(TileNumber(), kMaxPartCounters / 2);
       // On behalf of the whole warpgroup: its writes come before the addition, its reads after.
       is_last = AddInOrder(counter, 1) == NumParts() - 1;
     }
-    return NamedAny(1 + warpgroup, kWarpgroup, is_last);
+    return NamedAny(kPartStored + warpgroup, kWarpgroup, is_last);
   }
 
   // Reduces the partial results of all parts.

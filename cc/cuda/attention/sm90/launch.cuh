@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "cc/cuda/attention/early_launch.cuh"
+#include "cc/cuda/attention/score_terms.cuh"
 #include "cc/cuda/attention/sm90/pipeline.cuh"
 #include "cc/cuda/attention/sm90/tensor_map.h"
 #include "cc/cuda/attention/sm90/variants.h"
@@ -61,14 +62,6 @@ Status LaunchPersistent(const Params& params, int num_threads, size_t shared_byt
   return {};
 }
 
-// The check of a call's list, if there is anything to process.
-inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
-                         const LaunchOptions& options) {
-  const bool has_work = NumRows(shape, tiling) > 0;
-  return {has_work ? options.tile_list : nullptr, KeyOf(shape, tiling),
-          static_cast<int32_t>(options.max_tiles)};
-}
-
 // A tensor for TMA, and the boxes in which it is transferred.
 struct TensorBox {
   const char* name;
@@ -86,6 +79,21 @@ inline Status MakeTensorMaps(int64_t batch, std::initializer_list<TensorBox> ten
                                          t.box_rows, t.box_heads, t.box_bytes, t.map));
   }
   return {};
+}
+
+inline Status CheckTerms(const ScoreTerms& terms) {
+  if (terms.kind != BiasKind::kFloat || terms.is_float) return {};
+  return {"a bias of 16-bit elements for each query must have a multiple of 8 keys", __FILE__,
+          __LINE__};
+}
+
+// Makes a map for boxes of 64 keys by `box_queries` queries of a bias with this layout, or of its
+// gradient.
+inline Status MakeBiasMap(const char* name, const AttentionShape& shape, const BiasLayout& layout,
+                          const void* bias, int box_queries, CUtensorMap* map) {
+  return MakeTensorMap(name, layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,
+                       layout.head_stride == 0 ? 1 : shape.num_q_heads, shape.q_len, shape.k_len,
+                       /*box_rows=*/1, /*box_heads=*/box_queries, /*box_bytes=*/128, map);
 }
 
 }  // namespace jax_magi::cuda

@@ -1,10 +1,9 @@
 // Converts a call's bias and slopes to kernel parameters.
 
-#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
-#define JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
+#ifndef JAX_MAGI_CUDA_ATTENTION_TERMS_LAUNCH_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_TERMS_LAUNCH_CUH_
 
 #include "cc/cuda/attention/score_terms.cuh"
-#include "cc/cuda/attention/sm90/launch.cuh"
 #include "cc/cuda/attention/term_gradients.h"
 
 namespace jax_magi::cuda {
@@ -32,12 +31,6 @@ ScoreTerms TermsOf(const Args& args) {
   return terms;
 }
 
-inline Status CheckTerms(const ScoreTerms& terms) {
-  if (terms.kind != BiasKind::kFloat || terms.is_float) return {};
-  return {"a bias of 16-bit elements for each query must have a multiple of 8 keys", __FILE__,
-          __LINE__};
-}
-
 // Whether a bias in tiles is all that is added to scores, and there is no cap. `args` is a
 // ForwardArgs or BackwardArgs.
 template <typename Args>
@@ -46,15 +39,6 @@ bool IsBiasAlone(const Args& args) {
          IsBiasInTiles(args.shape, args.bias_layout, args.dtype);
 }
 
-// Makes a map for boxes of 64 keys by `box_queries` queries of a bias with this layout, or of its
-// gradient.
-inline Status MakeBiasMap(const char* name, const AttentionShape& shape, const BiasLayout& layout,
-                          const void* bias, int box_queries, CUtensorMap* map) {
-  return MakeTensorMap(name, layout.dtype, bias, layout.batch_stride == 0 ? 1 : shape.batch,
-                       layout.head_stride == 0 ? 1 : shape.num_q_heads, shape.q_len, shape.k_len,
-                       /*box_rows=*/1, /*box_heads=*/box_queries, /*box_bytes=*/128, map);
-}
-
 }  // namespace jax_magi::cuda
 
-#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_LAUNCH_CUH_
+#endif  // JAX_MAGI_CUDA_ATTENTION_TERMS_LAUNCH_CUH_

@@ -1,0 +1,37 @@
+// The kernels of a variant for every GPU since Ampere. Names are in a namespace of their own: those
+// for Hopper are the same.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM80_VARIANTS_H_
+#define JAX_MAGI_CUDA_ATTENTION_SM80_VARIANTS_H_
+
+#include "cc/cuda/attention/attention.h"
+
+namespace jax_magi::cuda::sm80 {
+
+// Each of these has a separate translation unit.
+template <int kHeadDim, int kValueDim, typename Element>
+struct ForwardVariant {
+  static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
+  static Tiling TilingOf(const AttentionCall& call);
+};
+template <int kHeadDim, int kValueDim, typename Element>
+struct ForwardTermsVariant {
+  static Status Launch(const ForwardArgs& args, const LaunchOptions& options);
+  static Tiling TilingOf(const AttentionCall& call);
+};
+template <int kHeadDim, int kValueDim, typename Element>
+struct BackwardVariant {
+  static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
+                       const LaunchOptions& options);
+  static Tiling TilingOf(const AttentionCall& call);
+};
+template <int kHeadDim, int kValueDim, typename Element>
+struct BackwardTermsVariant {
+  static Status Launch(const BackwardArgs& args, int num_parts, bool deterministic,
+                       const LaunchOptions& options);
+  static Tiling TilingOf(const AttentionCall& call);
+};
+
+}  // namespace jax_magi::cuda::sm80
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM80_VARIANTS_H_

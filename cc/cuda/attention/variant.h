@@ -1,0 +1,53 @@
+// The variants of the attention kernels, one for each architecture, pair of head dims and element
+// type that was built.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_VARIANT_H_
+#define JAX_MAGI_CUDA_ATTENTION_VARIANT_H_
+
+#include <vector>
+
+#include "cc/attention.h"
+#include "cc/cuda/attention/attention.h"
+#include "cutlass/numeric_types.h"
+
+namespace jax_magi::cuda {
+
+struct ForwardKernels {
+  Status (*launch)(const ForwardArgs& args, const LaunchOptions& options);
+  Tiling (*tiling)(const AttentionCall& call);
+};
+
+struct BackwardKernels {
+  Status (*launch)(const BackwardArgs& args, int num_parts, bool deterministic,
+                   const LaunchOptions& options);
+  Tiling (*tiling)(const AttentionCall& call);
+  // The tiling of calls that run in clusters, which equals the one above if the call never does.
+  // Null: none do.
+  Tiling (*cluster_tiling)(const AttentionCall& call) = nullptr;
+  bool cuts_heads = false;  // Whether the kernels support head_cuts.h.
+};
+
+struct Variant {
+  Architecture architecture;
+  // Of the kernels, and of the arrays in their workspace. Those of a call may be smaller.
+  int head_dim, value_dim;
+  DType dtype;
+  // The variants with terms support a bias and slopes, with a cap and without.
+  ForwardKernels forward, forward_terms;
+  BackwardKernels backward, backward_terms;
+};
+
+// The tables of the architectures. Each has a folder that defines its own.
+const std::vector<Variant>& Sm90Variants();
+const std::vector<Variant>& Sm80Variants();
+
+template <typename Element>
+constexpr DType kDTypeOf = DType::kF32;
+template <>
+constexpr DType kDTypeOf<cutlass::bfloat16_t> = DType::kBF16;
+template <>
+constexpr DType kDTypeOf<cutlass::half_t> = DType::kF16;
+
+}  // namespace jax_magi::cuda
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_VARIANT_H_
