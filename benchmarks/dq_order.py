@@ -24,7 +24,7 @@ from benchmarks.masks import MASKS
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 
 _HEAD_DIM, _HEADS, _KV_HEADS = MODELS[0]
 _BLOCK, _NUM_SMS = 80, 132
@@ -85,7 +85,7 @@ def simulate(mask: AttentionMask, *, ordered: bool, in_turn: int, num_parts: int
   )
   # In any order, too, the tiles of one: clusters would have others.
   options = {"softcap": 0.0, "is_backward": True, "deterministic": True}
-  _, plan = native.plan_tiles(HOPPER, {"q": q, "k": k, "v": k}, [slices], **options)
+  _, plan = native.plan_tiles(CUDA, {"q": q, "k": k, "v": k}, [slices], **options)
   tiles = np.frombuffer(plan.tile_list, np.int32)[16:].reshape(-1, 8)  # Behind the header.
   num_packs, per_pack = _KV_HEADS * num_parts, _HEADS // (_KV_HEADS * num_parts)
   # For each head, of both parts of each unit.
@@ -123,7 +123,7 @@ def main() -> None:
   parser.add_argument("--queries-in-turn", type=int, default=640, help="of each head")
   parser.add_argument("--num-parts", type=int, default=1, help="of dk and dv; a divisor of 6")
   options = parser.parse_args()
-  if HOPPER.module is None:
+  if CUDA.module is None:
     raise SystemExit("this build of jax_magi has no CUDA kernels, which make the lists of tiles")
   for length in options.lengths:
     for name, make in MASKS.items():

@@ -8,13 +8,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 from jax_magi._src.native.call import native_call
 from jax_magi._src.native.overlap import STAND_IN_TARGETS
 
-if HOPPER.module is not None:
-  for _name, _handler in HOPPER.module.benchmark_handlers().items():
-    jax.ffi.register_ffi_target(_name, _handler, platform=HOPPER.ffi_platform)
+if CUDA.module is not None:
+  for _name, _handler in CUDA.module.benchmark_handlers().items():
+    jax.ffi.register_ffi_target(_name, _handler, platform=CUDA.ffi_platform)
 
 
 def start_stand_in(

@@ -59,9 +59,9 @@ NOISE = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modul
 UNSUPPORTED = "Device not supported"  # What compute-sanitizer says on some virtual machines.
 PROBE = """
 import json, jax, jax_magi
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 gpus = [d.device_kind for d in jax.devices() if d.platform == "gpu"]
-left_out = "all" if HOPPER.module is None else HOPPER.module.LEFT_OUT
+left_out = "all" if CUDA.module is None else CUDA.module.LEFT_OUT
 print(json.dumps([gpus, left_out, jax.__version__, jax_magi.__file__]))
 """
 

@@ -1,6 +1,7 @@
-"""What the CUDA kernels ask for a call, without a GPU."""
+"""What the CUDA kernels ask for a call, and which are chosen, without a GPU."""
 
 import contextlib
+import dataclasses
 import types
 from unittest import mock
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_magi._src.native import attention
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import BACKENDS, CUDA
 
 
 def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2, **changes):
@@ -26,17 +27,17 @@ def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_he
     "static_slices": slices.tobytes(),
     "architecture": "sm90",
   }
-  return HOPPER.module.attention_needs(**(call | changes))
+  return CUDA.module.attention_needs(**(call | changes))
 
 
 def most_tile_rows(needs):
   """Of one head, as the stamp of the tile list says."""
-  return HOPPER.module.read_tile_stamp(needs.tile_stamp)["num_rows"]
+  return CUDA.module.read_tile_stamp(needs.tile_stamp)["num_rows"]
 
 
 def stamped_blocks(needs):
   """Of the tile list, as its stamp says: about as many."""
-  return HOPPER.module.read_tile_stamp(needs.tile_stamp)["num_blocks"]
+  return CUDA.module.read_tile_stamp(needs.tile_stamp)["num_blocks"]
 
 
 @contextlib.contextmanager
@@ -49,10 +50,26 @@ def forward_in_clusters():
     if is_backward:
       return found
     fields = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
-    few, many = (HOPPER.module.stamp_of_blocks(n) for n in (stamped_blocks(found), 2**31))
+    few, many = (CUDA.module.stamp_of_blocks(n) for n in (stamped_blocks(found), 2**31))
     return types.SimpleNamespace(**fields | {"tile_stamp": found.tile_stamp - few + many})
 
   jax.clear_caches()
   with mock.patch.object(attention, "_needs", needs):
     yield
   jax.clear_caches()
+
+
+def with_gpus(monkeypatch, capabilities, architectures=("sm90",)):
+  """The CUDA backend of a build for these architectures, on a machine with these GPUs."""
+  gpus = [types.SimpleNamespace(compute_capability=x, platform="gpu") for x in capabilities]
+  monkeypatch.setattr(jax, "devices", lambda platform=None: gpus)
+  variants = {f"attention {name}": ["256 bfloat16", "256 float16"] for name in architectures}
+  sizes = {80: 163, 86: 99, 90: 227, 120: 99}
+  module = types.SimpleNamespace(
+    LEFT_OUT="",
+    variants=lambda: variants,
+    shared_memory_of=lambda compute_capability: sizes.get(compute_capability, 99) << 10,
+  )
+  backend = dataclasses.replace(BACKENDS["cuda"], module=module)
+  monkeypatch.setitem(BACKENDS, "cuda", backend)
+  return backend

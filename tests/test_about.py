@@ -18,6 +18,7 @@ from jax_magi._src.about import facts
 from jax_magi._src.about.command import _kernels_of, main, report
 from jax_magi._src.native import backends
 from jax_magi._src.native.backends import BACKENDS
+from tests.needs import with_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,8 +103,9 @@ def partial_build(monkeypatch):
   module = types.SimpleNamespace(
     COMMIT="0123456789ab",
     COMPILER="CUDA 13.0 for sm_90a",
-    LEFT_OUT="64 float16, 128 float16, 256 float16, 256 bfloat16",
+    LEFT_OUT="64 float16 (sm90), 128 float16 (sm90)",
     variants=lambda: {"attention sm90": ["64 bfloat16", "128 bfloat16"]},
+    shared_memory_of=lambda compute_capability: 99 << 10,
   )
   backend = dataclasses.replace(BACKENDS["cuda"], module=module)
   monkeypatch.setitem(BACKENDS, "cuda", backend)
@@ -115,7 +117,7 @@ def test_a_partial_build_says_what_it_has_and_what_is_left_out(partial_build):
   assert "attention sm90: 64 bfloat16, 128 bfloat16" in text
   assert f"attention, left out of this build: {partial_build.module.LEFT_OUT}" in text
   choices = {c.operands: c for c in facts.choices("cuda")}
-  assert choices["bfloat16, head dim 128"].reason is None
+  assert choices["bfloat16, head dim 128"].implementation == "cuda_sm90"
   large = choices["bfloat16, head dim 256"]
   assert large.implementation == "blockwise"
   assert "of bfloat16 it has head dims up to 128 alone" in large.reason
@@ -136,43 +138,16 @@ def test_a_whole_build_has_nothing_left_out():
       assert "left out" not in "\n".join(_kernels_of(backend.platform, backend))
 
 
-@pytest.mark.parametrize(
-  ("capability", "attention", "softmax"),
-  [
-    ("7.5", False, False),
-    ("8.0", False, True),
-    ("8.9", False, True),
-    ("9.0", True, True),
-    ("10.0", False, True),
-    ("12.1", False, True),
-  ],
-)
-def test_gpus_of_each_generation_get_what_they_can_run(capability, attention, softmax, monkeypatch):
-  gpu = types.SimpleNamespace(compute_capability=capability)
-  monkeypatch.setattr(jax, "devices", lambda platform=None: [gpu])
-  module = types.SimpleNamespace(LEFT_OUT="")
-  # Copies: what they find is remembered.
-  backend = dataclasses.replace(
-    BACKENDS["cuda"],
-    module=module,
-    attention_devices=dataclasses.replace(BACKENDS["cuda"].attention_devices, words="A"),
-    softmax_devices=dataclasses.replace(BACKENDS["cuda"].softmax_devices, words="S"),
-  )
-  q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-  found = backend.attention_obstacle(q, q), backend.softmax_obstacle(q)
-  assert [x is None for x in found] == [attention, softmax]
-  assert backend.has_attention_device() == attention
-  if not attention:
-    assert found[0] == f"the kernels are for A, and there are ('{capability}',)"
-
-
-def test_a_gpu_without_kernels_leaves_them_to_the_others(monkeypatch):
-  old, hopper = (types.SimpleNamespace(compute_capability=x) for x in ("7.5", "9.0"))
-  monkeypatch.setattr(jax, "devices", lambda platform=None: [old, hopper])
-  backend = dataclasses.replace(BACKENDS["cuda"], module=types.SimpleNamespace(LEFT_OUT=""))
-  q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-  assert backend.attention_obstacle(q, q) is None
-  assert backend.softmax_obstacle(q) is None
+def test_the_report_tells_architectures_apart(monkeypatch):
+  backend = with_gpus(monkeypatch, ["8.0"], ("sm90", "sm80"))
+  monkeypatch.setattr(backend.module, "COMPILER", "CUDA", raising=False)
+  text = "\n".join(_kernels_of("cuda", backend))
+  assert "attention sm80 is for GPUs of compute capability 8.0 and later" in text
+  assert "attention sm80: 256 bfloat16, 256 float16" in text
+  assert "cuda_sm80 has the best kernels that run on all GPUs here (compute capability 8.0)" in text
+  choices = {c.operands: c for c in facts.choices("cuda")}
+  chosen = choices["bfloat16, head dim 128"]
+  assert (chosen.implementation, chosen.reason) == ("cuda_sm80", None)
 
 
 def test_attention_logs_once_why_it_takes_the_plain_path(monkeypatch, caplog):
@@ -199,14 +174,13 @@ def test_attention_logs_once_why_it_takes_the_plain_path(monkeypatch, caplog):
   ],
 )
 def test_explanation_of_attention(change, reason, monkeypatch):
-  module = types.SimpleNamespace(LEFT_OUT="")
-  monkeypatch.setitem(BACKENDS, "cuda", dataclasses.replace(BACKENDS["cuda"], module=module))
+  with_gpus(monkeypatch, [])
   options = dict(change)
   q = jax.ShapeDtypeStruct((8, 2, options.pop("dim", 64)), options.pop("dtype", jnp.bfloat16))
   if "bias" in options:
     options["bias"] = jax.ShapeDtypeStruct(options["bias"], q.dtype)
   explanation = jax_magi.explain_attention(q, q, q, **options)
-  assert explanation.implementation in BACKENDS
+  assert explanation.implementation == backends.default_platform()
   assert ("cuda" in explanation.native) == (reason is None)
   assert reason is None or re.search(f"not on cuda: .*{reason}", str(explanation))
 
@@ -223,7 +197,7 @@ def test_choices_are_what_a_program_calls(platform):
     return "jax_magi_" in text
 
   for choice in facts.choices(platform):
-    assert (choice.reason is None) == (choice.implementation == platform)
+    assert (choice.reason is None) == choice.implementation.startswith(platform)
     dtype, _, dim = choice.operands.partition(", head dim ")
     if dim:
       q = jax.ShapeDtypeStruct((16, 2, int(dim)), jnp.dtype(dtype))

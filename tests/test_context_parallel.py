@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
 from jax_magi._src.attention import checks
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 from tests.accuracy import DTYPES, check_results, expected_results, make_inputs
 from tests.cases import CASES
 from tests.compilation import quick_jit
@@ -288,7 +288,7 @@ def _margins(text):
   ]
 
 
-@pytest.mark.skipif(HOPPER.module is None, reason="built without the CUDA kernels")
+@pytest.mark.skipif(CUDA.module is None, reason="built without the CUDA kernels")
 def test_sm_margins(monkeypatch):
   mesh = make_mesh(cp=4)
   key = magi_attn_flex_key(AttentionMask.causal(1024), cp_size=4)

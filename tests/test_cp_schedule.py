@@ -18,7 +18,7 @@ from jax_magi._src.context_parallel.schedule import (
   slices_of_queries,
   steps_of,
 )
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 from tests.cp_runs import make_mesh
 from tests.sizes import in_turns
 
@@ -180,7 +180,7 @@ def test_the_kernel_barrier_is_nothing_to_a_cpu():
     _step(key, kernel_barrier=1)(*operands)
 
 
-@pytest.mark.skipif(HOPPER.module is None, reason="built without the CUDA kernels")
+@pytest.mark.skipif(CUDA.module is None, reason="built without the CUDA kernels")
 def test_the_kernel_barrier_is_in_the_program_of_a_gpu():
   key = _documents_key()
   operands = _operands(key, 1024)

@@ -5,9 +5,9 @@ import pytest
 from benchmarks.dq_order import simulate
 from benchmarks.masks import MASKS
 from jax_magi import AttentionMask
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 
-if HOPPER.module is None:
+if CUDA.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
 
 

@@ -1,7 +1,6 @@
 """Every mistake a caller can make is named."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.native import backends
+from tests.needs import with_gpus
 
 
 def _call(q=(8, 4, 16), k=(8, 2, 16), v=(8, 2, 16), dtype=jnp.float32, mask=None, **options):
@@ -63,7 +63,7 @@ def test_bad_argument_is_named(change, error, match):
 
 
 def test_cuda_kernels_are_missed_by_name(monkeypatch):
-  missing = dataclasses.replace(backends.HOPPER, module=None)  # As in a build without nvcc.
+  missing = dataclasses.replace(backends.CUDA, module=None)  # As in a build without nvcc.
   monkeypatch.setitem(backends.BACKENDS, "cuda", missing)
   with pytest.raises(NotImplementedError, match="this build of jax_magi has no kernels"):
     _call(implementation="cuda", dtype=jnp.bfloat16)
@@ -78,8 +78,7 @@ def test_cuda_kernels_are_missed_by_name(monkeypatch):
   ids=["float32", "large_value_dim"],
 )
 def test_cuda_kernels_name_what_they_do_not_take(change, match, monkeypatch):
-  built = dataclasses.replace(backends.HOPPER, module=types.SimpleNamespace(LEFT_OUT=""))
-  monkeypatch.setitem(backends.BACKENDS, "cuda", built)
+  with_gpus(monkeypatch, [])
   with pytest.raises(NotImplementedError, match=match):
     _call(implementation="cuda", **change)
 

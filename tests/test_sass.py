@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 
 
 def _search_path() -> str:
@@ -27,13 +27,13 @@ def _search_path() -> str:
 @functools.cache
 def _library_and_environment() -> tuple[Path, dict[str, str]]:
   """What cuobjdump is asked of, and where it finds itself and nvdisasm."""
-  if HOPPER.module is None:
+  if CUDA.module is None:
     pytest.skip("built without the CUDA kernels")
   path = _search_path()
   cuobjdump, nvdisasm = (shutil.which(tool, path=path) for tool in ("cuobjdump", "nvdisasm"))
   if cuobjdump is None or nvdisasm is None:
     pytest.skip("needs cuobjdump and nvdisasm")
-  library = Path(HOPPER.module.__file__).with_name("libjax_magi_cuda.so")
+  library = Path(CUDA.module.__file__).with_name("libjax_magi_cuda.so")
   return library, {**os.environ, "PATH": path}
 
 
@@ -66,16 +66,22 @@ def _kernels(dtype: str, folder: Path) -> dict[str, str]:
   return found
 
 
-def test_softmax_is_for_ampere_and_later_and_attention_for_hopper():
+def test_only_the_kernels_for_hopper_are_for_hopper_alone():
+  """Softmax, and what runs around attention kernels, are for Ampere and later."""
   _, *parts = re.split(r"arch = (\w+)", _dump("-res-usage"))
   names = collections.defaultdict(set)
   for arch, text in zip(parts[::2], parts[1::2], strict=True):
     names[arch] |= set(re.findall(r"Function (\w+):", text))
   assert set(names) == {"sm_80", "sm_90", "sm_90a"}
-  assert names["sm_80"] == names["sm_90"]
-  assert all("Softmax" in name for name in names["sm_80"])
-  assert not any(re.search(r"\dSoftmax\w+Kernel", name) for name in names["sm_90a"])
-  assert re.findall(r"\.(sm_\w+)\.ptx", _dump("--list-ptx")) == 3 * ["sm_90"]  # A dtype each.
+  assert all("Softmax" in name for name in names["sm_90"])
+  around = names["sm_80"] - names["sm_90"]
+  assert names["sm_80"] > names["sm_90"]
+  assert any("TileListKernel" in name for name in around)
+  is_hopper = re.compile(r"\d(Forward|Backward)Kernel")
+  assert {name for name in names["sm_90a"] if not is_hopper.search(name)} == around
+  ptx = collections.Counter(re.findall(r"\.(sm_\w+)\.ptx", _dump("--list-ptx")))
+  assert ptx["sm_90"] == 3  # A dtype of softmax each.
+  assert ptx.keys() == {"sm_80", "sm_90"}
 
 
 def _count_products(code: str) -> int:

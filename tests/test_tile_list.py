@@ -8,10 +8,10 @@ import pytest
 import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 from tests.needs import hopper_needs, most_tile_rows, stamped_blocks
 
-if HOPPER.module is None:
+if CUDA.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
 
 MASKS = {
@@ -49,7 +49,7 @@ def test_lists_say_what_they_are_made_for(name, is_backward):
   needs = hopper_needs(mask, is_backward=is_backward)
   key = np.frombuffer(needs.tile_list, np.int32)[5:10].tolist()
   lengths = (mask.k_len, mask.q_len) if is_backward else (mask.q_len, mask.k_len)
-  stamp = needs.tile_stamp - HOPPER.module.stamp_of_blocks(stamped_blocks(needs))
+  stamp = needs.tile_stamp - CUDA.module.stamp_of_blocks(stamped_blocks(needs))
   assert key == [stamp, 1, len(mask.slices), *lengths]
 
 
@@ -149,7 +149,7 @@ def test_stamps_tell_aligned_keys(is_backward):
     hopper_needs(mask, is_backward=is_backward, **terms).tile_stamp
     for terms in (_with_bias(mask), {})
   ]
-  assert [HOPPER.module.read_tile_stamp(s)["aligns_keys"] for s in stamps] == [True, False]
+  assert [CUDA.module.read_tile_stamp(s)["aligns_keys"] for s in stamps] == [True, False]
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -162,7 +162,7 @@ def test_stamps_tell_the_number_of_blocks(name, is_backward):
   blocks = _tiles(mask, **call)[2].sum()
   assert 0.8 * blocks <= stamped_blocks(known) <= blocks
   assert stamped_blocks(traced) == 0
-  share = HOPPER.module.stamp_of_blocks(stamped_blocks(known))
+  share = CUDA.module.stamp_of_blocks(stamped_blocks(known))
   assert traced.tile_stamp == known.tile_stamp - share
 
 

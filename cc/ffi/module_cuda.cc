@@ -48,6 +48,7 @@ NB_MODULE(_cuda, m) {
   });
   jax_magi::AddAttentionNeeds(m, jax_magi_cuda_attention_needs);
   m.def("read_tile_stamp", jax_magi_cuda_read_tile_stamp);
+  m.def("shared_memory_of", jax_magi::SharedMemoryOf);
   m.def("stamp_of_blocks", jax_magi_cuda_stamp_of_blocks);
   m.def("variants", jax_magi_cuda_variants);
   m.attr("COMMIT") = JAX_MAGI_COMMIT;

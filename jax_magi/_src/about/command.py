@@ -8,6 +8,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+
 from jax_magi._src.about import facts
 from jax_magi._src.native.backends import BACKENDS, Backend, default_platform
 
@@ -62,14 +65,16 @@ def _kernels_of(name: str, backend: Backend) -> list[str]:
   if backend.module is None:
     return [f"  {name}: none (how to build them: README.md, Install)"]
   compiled = f"compiled by {backend.module.COMPILER}"
-  if backend.attention_devices == backend.softmax_devices:
-    lines = [f"  {name}: for {backend.attention_devices.words}, {compiled}"]
+  if all(a.devices == backend.softmax_devices for a in backend.architectures):
+    lines = [f"  {name}: for {backend.softmax_devices.words}, {compiled}"]
   else:
-    lines = [
-      f"  {name}: {compiled}",
-      f"    attention is for {backend.attention_devices.words}",
-      f"    softmax is for {backend.softmax_devices.words}",
-    ]
+    lines = [f"  {name}: {compiled}"]
+    for architecture in backend.built_architectures():
+      lines.append(f"    attention {architecture.name} is for {architecture.devices.words}")
+    lines.append(f"    softmax is for {backend.softmax_devices.words}")
+    q = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.bfloat16)
+    if backend.attention_obstacle(q, q) is None:
+      lines.append(f"    {backend.for_attention(q, q).why_this_architecture()}")
   for what, variants in backend.module.variants().items():
     lines += _wrapped("    ", variants, f"{what}: ")
   if backend.module.LEFT_OUT:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_magi._src.native.backends import BACKENDS, Backend, default_platform
+from jax_magi._src.native.backends import BACKENDS, default_platform
 from jax_magi._src.version import __version__, version_of
 
 # Whose versions matter to a bug report or to a figure, where they are installed.
@@ -45,6 +44,7 @@ _SOFTMAX = (
   "fused_scale_mask_softmax",
   "FusedScaleMaskSoftmax",
 )
+_NO_KERNELS = f"there are kernels for {' and '.join(BACKENDS)} alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,25 +132,23 @@ def choices(platform_name: str | None = None) -> list[Choice]:
   ):
     q = jax.ShapeDtypeStruct((1, 1024, 8, head_dim), dtype)
     words = f"{jnp.dtype(dtype).name}, head dim {head_dim}"
-    found.append(_choice(name, _ATTENTION, words, "blockwise", Backend.attention_obstacle, q, q))
+    found.append(_attention_choice(name, words, q))
   for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
     x = jax.ShapeDtypeStruct((1, 8, 1024, 1024), dtype)
     words = jnp.dtype(dtype).name
-    found.append(_choice(name, _SOFTMAX, words, "xla", Backend.softmax_obstacle, x))
+    found.append(_softmax_choice(name, words, x))
   return found
 
 
-def _choice(
-  platform_name: str,
-  functions: tuple[str, ...],
-  operands: str,
-  plain: str,
-  obstacle: Callable[..., str | None],
-  *shapes: jax.ShapeDtypeStruct,
-) -> Choice:
+def _attention_choice(platform_name: str, operands: str, q: jax.ShapeDtypeStruct) -> Choice:
   backend = BACKENDS.get(platform_name)
-  if backend is None:
-    reason: str | None = f"there are kernels for {' and '.join(BACKENDS)} alone"
-  else:
-    reason = obstacle(backend, *shapes)
-  return Choice(functions, operands, plain if reason else platform_name, reason)
+  reason = _NO_KERNELS if backend is None else backend.attention_obstacle(q, q)
+  if backend is None or reason is not None:
+    return Choice(_ATTENTION, operands, "blockwise", reason)
+  return Choice(_ATTENTION, operands, backend.for_attention(q, q).kernels, None)
+
+
+def _softmax_choice(platform_name: str, operands: str, x: jax.ShapeDtypeStruct) -> Choice:
+  backend = BACKENDS.get(platform_name)
+  reason = _NO_KERNELS if backend is None else backend.softmax_obstacle(x)
+  return Choice(_SOFTMAX, operands, platform_name if reason is None else "xla", reason)

@@ -67,8 +67,9 @@ def attention(
       H200 this makes the backward pass 0-16% slower, depending on the mask.
     sm_margin: streaming multiprocessors to leave free, on a GPU.
     implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform; "xla" is the same). None
-      takes the native kernel of the platform compiled for, or else "blockwise". Second derivatives
-      need "blockwise".
+      takes the native kernel of the platform compiled for, or else "blockwise". "cuda" takes the
+      best kernels that the GPUs run; "cuda_sm90" and "cuda_sm80" name them. Second derivatives need
+      "blockwise".
 
   Returns:
     out `[q_len, num_q_heads, value_dim]` in q's dtype, and `AttnForwardMeta`. Rows that see

@@ -209,7 +209,9 @@ def make_config(
     )
   sm_margin = check_sm_margin("sm_margin", sm_margin)
   implementation = plain_as(implementation)
-  check_implementation(implementation, PLAIN, lambda b: b.attention_obstacle(q, v))
+  check_implementation(
+    implementation, PLAIN, lambda b: b.attention_obstacle(q, v), has_architectures=True
+  )
   deterministic = check_flag("deterministic", deterministic)
   return AttentionConfig(scale, cap, deterministic, sm_margin, implementation)
 

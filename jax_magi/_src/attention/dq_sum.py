@@ -16,19 +16,20 @@ import numpy as np
 from jax_magi._src.attention import blockwise
 from jax_magi._src.attention.kernel_call import PLAIN, AttentionConfig
 from jax_magi._src.native import attention as native
-from jax_magi._src.native.backends import BACKENDS, Backend
+from jax_magi._src.native.backends import Backend, candidates
 from jax_magi._src.transforms.operation import Native, Operands, Operation, Results
 from jax_magi._src.transforms.varying import vary_like
 
 
-def empty_dq_sum(q: jax.Array, v: jax.Array) -> jax.Array:
+def empty_dq_sum(q: jax.Array, v: jax.Array, implementation: str | None = None) -> jax.Array:
   """Zeros: float32 `[batch, num_q_heads, words]`.
 
   Args:
     q: `[batch, q_len, num_q_heads, head_dim]`.
     v: `[batch, k_len, num_kv_heads, value_dim]`; its last dimension counts.
+    implementation: that of the calls.
   """
-  words = native.dq_sum_words(q, v)
+  words = native.dq_sum_words(q, v, implementation)
   return vary_like(jnp.zeros((q.shape[0], q.shape[2], words), np.float32), q)
 
 
@@ -86,7 +87,7 @@ def _finish_dq(
     q, v = (jax.ShapeDtypeStruct((batch, q_len, num_q_heads, dim), q_dtype) for dim in dims)
     return {
       platform: on_backend(backend)
-      for platform, backend in BACKENDS.items()
+      for platform, backend in candidates(implementation).items()
       if backend.attention_obstacle(q, v) is None
     }
 

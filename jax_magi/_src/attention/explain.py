@@ -57,4 +57,5 @@ def explain_attention(
     implementation,
     PLAIN,
     lambda backend: backend.attention_obstacle(q, v, bias_in_order=in_order),
+    kernels_of=lambda backend: backend.for_attention(q, v),
   )

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax_magi._src.attention.mask_operand import MaskOperand
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import (
-  BACKENDS,
   Backend,
+  candidates,
   check_implementation,
   log_fallback,
 )
@@ -106,21 +106,26 @@ def natives(call: KernelCall, operands: Operands) -> dict[str, Native]:
   """The platforms whose kernels take the operands."""
   config = call.config
   is_in_order = config.deterministic and "bias" in call.wants
+  q, v = operands["q"], operands["v"]
   check = functools.partial(
     Backend.attention_obstacle,
-    q=operands["q"],
-    v=operands["v"],
+    q=q,
+    v=v,
     bias_in_order=operands["bias"] if is_in_order else None,
   )
   # Besides what was checked with the arguments, before it was known which gradients are wanted.
-  check_implementation(config.implementation, PLAIN, check)
+  check_implementation(config.implementation, PLAIN, check, has_architectures=True)
   if config.implementation is None:
     log_fallback("attention", PLAIN, check)
   return {
-    platform: Native(functools.partial(call.kernel, backend=backend), _tile_list(call, backend))
-    for platform, backend in BACKENDS.items()
+    platform: _on_backend(call, backend.for_attention(q, v))
+    for platform, backend in candidates(config.implementation).items()
     if check(backend) is None
   }
+
+
+def _on_backend(call: KernelCall, backend: Backend) -> Native:
+  return Native(functools.partial(call.kernel, backend=backend), _tile_list(call, backend))
 
 
 def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:

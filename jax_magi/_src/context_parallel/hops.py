@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 from jax_magi._src.transforms.varying import vary_like
 
 # Which ranks a hop is among: all; those with the same place in each node; those of a node.
@@ -182,7 +182,7 @@ def _exchanged(
     return padded(sent, sizes)
 
   def ragged(sent: jax.Array, sizes: jax.Array) -> jax.Array:
-    return lax.platform_dependent(sent, sizes, **{HOPPER.platform: exact, "default": padded})
+    return lax.platform_dependent(sent, sizes, **{CUDA.platform: exact, "default": padded})
 
   return _with_rows_of_batch(ragged)(sent, sizes)
 

@@ -228,7 +228,8 @@ def _backward(
   queries = (q, dout, lse, row_delta)
   v_like = form.value_like(rows)
   stage_of = functools.partial(_StageBackward, config, form, queries, constants)
-  dq, dconstants = empty_dq_sum(q[None], v_like), None  # To which kernels add; and their like.
+  # To which kernels add; and their like.
+  dq, dconstants = empty_dq_sum(q[None], v_like, config.backward.implementation), None
   if not key.spec.overlap_degree:
     stage = kept[0] if kept else form.parted(transfers[0].cast(form.joined(rows)))
     call = stage_of(stage, key.slices[0, 0])

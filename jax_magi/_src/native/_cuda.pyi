@@ -14,3 +14,6 @@ def read_tile_stamp(stamp: int) -> dict[str, int]:
 
 def stamp_of_blocks(num_blocks: int) -> int:
   """The share of a stamp that says how many blocks the tiles of a list have."""
+
+def shared_memory_of(compute_capability: int) -> int:
+  """Bytes that a block may use on such a GPU (90 is 9.0), or on any for another number."""

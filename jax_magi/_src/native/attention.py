@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.arguments import has_symbols
-from jax_magi._src.native.backends import BACKENDS, Backend, num_multiprocessors
+from jax_magi._src.native.backends import Backend, candidates, num_multiprocessors
 from jax_magi._src.native.call import call_on_whole_arrays, native_call
 
 _FORWARD = "jax_magi_attention_forward"
@@ -37,14 +37,14 @@ _TERMS = ("bias", "alibi_slopes")
 
 
 def plan_tiles(
-  backend: Backend, operands: dict[str, Any], candidates: list[np.ndarray], **options: Any
+  backend: Backend, operands: dict[str, Any], masks: list[np.ndarray], **options: Any
 ) -> tuple[np.ndarray, Any]:
   """What the kernels derive from a mask that is known when the call is traced.
 
   Args:
-    backend: whose kernels are meant.
+    backend: whose kernels are meant, with the architecture that was chosen.
     operands: of the call, by name.
-    candidates: slices `[num_slices, 6]` that show the same pairs, each in its own way.
+    masks: slices `[num_slices, 6]` that show the same pairs, each in its own way.
     **options: of `_needs`.
 
   Returns:
@@ -55,7 +55,7 @@ def plan_tiles(
   names = operands.keys() & {"q", "k", "v", *_TERMS}
   arrays = {name: operands[name] for name in names}
   plans = [
-    (x, _needs(backend, **arrays, slices=x[None], known=x.tobytes(), **options)) for x in candidates
+    (x, _needs(backend, **arrays, slices=x[None], known=x.tobytes(), **options)) for x in masks
   ]
   return min(plans, key=lambda plan: plan[1].tile_cost)
 
@@ -98,7 +98,8 @@ def _needs(
     sums_dq=sums_dq,
     has_float_grads=has_float_grads,
     num_sms=num_multiprocessors() or 0,
-    architecture=backend.architecture,
+    architecture=backend.architecture.name,
+    shared_memory_bytes=backend.shared_memory_bytes(),
   )
 
 
@@ -106,7 +107,8 @@ def _bias_for(bias: jax.Array | None, backend: Backend) -> jax.Array | None:
   """In float32, where its rows are not what the backend's kernels take of 16-bit elements."""
   if bias is None or bias.dtype == np.float32 or bias.shape[2] == 1:
     return bias
-  return bias if bias.shape[3] % backend.bias_multiple == 0 else bias.astype(np.float32)
+  is_taken = bias.shape[3] % backend.architecture.bias_multiple == 0
+  return bias if is_taken else bias.astype(np.float32)
 
 
 def _terms(bias: jax.Array | None, alibi_slopes: jax.Array | None) -> tuple[Any, Any]:
@@ -223,8 +225,8 @@ def forward(
     softcap=np.float32(softcap),
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(tile_stamp),
-    architecture=backend.architecture,
-    shared_memory_bytes=np.int32(99 << 10),
+    architecture=backend.architecture.name,
+    shared_memory_bytes=np.int32(backend.shared_memory_bytes()),
   )
   return out[..., :value_dim], lse, max_logits
 
@@ -306,8 +308,8 @@ def backward(
     deterministic=bool(deterministic),
     sm_margin=np.int32(sm_margin),
     tile_stamp=np.int32(tile_stamp),
-    architecture=backend.architecture,
-    shared_memory_bytes=np.int32(99 << 10),
+    architecture=backend.architecture.name,
+    shared_memory_bytes=np.int32(backend.shared_memory_bytes()),
     num_dkv_parts=np.int32(needs.num_dkv_parts),
   )
   if running_dq is not None:
@@ -323,17 +325,17 @@ def backward(
   return tuple(gradients)
 
 
-def dq_sum_words(q: Any, v: Any) -> int:
-  """Of each batch row and head in a sum of dq: as many as any backend that was built may take."""
+def dq_sum_words(q: Any, v: Any, implementation: str | None) -> int:
+  """Of each batch row and head in a sum of dq: enough for any backend that a call may take."""
   plain: int = q.shape[1] * q.shape[3]
   if has_symbols(q.shape):  # Then no kernel is called.
     return plain
   slices = jax.ShapeDtypeStruct((1, 0, 6), np.int32)
   # Neither slices nor keys count: q stands for k.
   needs = [
-    _needs(backend, q, q, v, slices, softcap=0.0, is_backward=True)
-    for backend in BACKENDS.values()
-    if backend.module is not None and q.dtype in backend.attention_dtypes
+    _needs(backend.for_attention(q, v), q, q, v, slices, softcap=0.0, is_backward=True)
+    for backend in candidates(implementation).values()
+    if backend.attention_obstacle(q, v) is None
   ]
   return max([plain, *(int(x.dq_sum_words) for x in needs)])
 

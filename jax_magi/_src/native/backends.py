@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,13 +55,28 @@ class Devices:
 
 def _compute_capabilities(platform: str) -> tuple[str, ...]:
   """Those of the default device, if it is a GPU that was chosen, or else of all GPUs."""
-  chosen = getattr(getattr(jax.default_device, "value", None), "compute_capability", None)
-  if chosen is not None:
-    return (chosen,)
+  chosen: Any = getattr(jax.default_device, "value", None)
   try:
-    return tuple(sorted({d.compute_capability for d in jax.devices(platform)}))
+    is_gpu = hasattr(chosen, "compute_capability")
+    devices: list[Any] = [chosen] if is_gpu else jax.devices(platform)
   except RuntimeError:
     return ()
+  return tuple(sorted({d.compute_capability for d in devices if hasattr(d, "compute_capability")}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """The attention kernels of a backend for some devices.
+
+  Attributes:
+    name: as in `cc/architecture.h`.
+    devices: those that run the kernels.
+    bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
+  """
+
+  name: str = "none"
+  devices: Devices = Devices()
+  bias_multiple: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +87,14 @@ class Backend:
     platform: the platform, as JAX's lowering and our argument `implementation` name it.
     ffi_platform: the same platform, as the FFI's registry names it.
     module: what hands out the handlers, and answers `needs`; None if it was not built.
-    architecture: the architecture of its attention kernels, as cc/architecture.h names it.
+    architectures: those that the attention kernels were written for, the best ones first.
     attention_dtypes: element types that the attention kernels take.
     max_head_dim: the largest head dim that they take; None is no limit.
     head_dim_multiple: head dims are padded with zeros to a multiple of this.
-    bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
     orders_dq_itself: whether a sum of dq over several calls has an order of the kernels' own, which
       a kernel undoes; else each head is `[q_len, head_dim]`.
     sums_bias_in_order: whether the gradient of a bias that batch rows or heads share, but queries
       do not, can be equal bit for bit from run to run.
-    attention_devices: those that the attention kernels are for.
     softmax_devices: those that the softmax kernels are for.
     max_softmax_rows: the softmax kernels take fewer rows than this; None is no limit.
   """
@@ -87,16 +102,59 @@ class Backend:
   platform: str
   ffi_platform: str
   module: Any
-  architecture: str = "none"
+  architectures: tuple[Architecture, ...] = (Architecture(),)
   attention_dtypes: tuple[Any, ...] = (jnp.float32, jnp.bfloat16, jnp.float16)
   max_head_dim: int | None = None
   head_dim_multiple: int = 1
-  bias_multiple: int = 1
   orders_dq_itself: bool = False
   sums_bias_in_order: bool = True
-  attention_devices: Devices = Devices()
   softmax_devices: Devices = Devices()
   max_softmax_rows: int | None = None
+
+  def named(self, implementation: str) -> Backend | None:
+    """This backend, where it is named, or with the architecture alone that is; None if neither."""
+    if implementation == self.platform:
+      return self
+    kept = tuple(a for a in self.architectures if self.name_of(a) == implementation)
+    return dataclasses.replace(self, architectures=kept) if kept else None
+
+  def name_of(self, architecture: Architecture) -> str:
+    """What `implementation` calls these attention kernels."""
+    if architecture.name == "none":
+      return self.platform
+    return f"{self.platform}_{architecture.name}"
+
+  @property
+  def architecture(self) -> Architecture:
+    """The only one, where one was chosen."""
+    (architecture,) = self.architectures
+    return architecture
+
+  def for_attention(self, q: Any, v: Any) -> Backend:
+    """This backend with the architecture alone whose attention kernels these operands take.
+
+    There is one: see `attention_obstacle`. It is the best that runs on all GPUs that the program
+    may run on; or on some, if none runs on all.
+    """
+    dims = q.shape[-1], v.shape[-1]
+    usable = [a for a in self.architectures if self._architecture_obstacle(a, q, dims) is None]
+    found = _compute_capabilities(self.platform)
+    on_all = [a for a in usable if all(map(a.devices.has, found))]
+    return dataclasses.replace(self, architectures=((on_all or usable)[0],))
+
+  @property
+  def kernels(self) -> str:
+    """What `implementation` calls them: the architecture's, where one was chosen."""
+    return self.platform if len(self.architectures) > 1 else self.name_of(self.architecture)
+
+  def why_this_architecture(self) -> str:
+    """A note on the chosen one."""
+    found = _compute_capabilities(self.platform)
+    if not found:
+      return f"{self.kernels} has the best kernels, and there is no {self.platform} device to ask"
+    some = "all" if all(map(self.architecture.devices.has, found)) else "some"
+    gpus = f"{some} GPUs here (compute capability {', '.join(found)})"
+    return f"{self.kernels} has the best kernels that run on {gpus}"
 
   def attention_obstacle(self, q: Any, v: Any, *, bias_in_order: Any = None) -> str | None:
     """Why the attention kernels cannot be used for these operands; None if they can.
@@ -122,7 +180,8 @@ class Backend:
           "the kernels have no deterministic gradient of a bias that batch rows or heads share "
           "and queries do not"
         )
-    return self._device_obstacle(self.attention_devices) or self._build_obstacle(q, dims)
+    reasons = [self._architecture_obstacle(a, q, dims) for a in self.built_architectures()]
+    return None if None in reasons else reasons[-1]  # In the words for the most devices.
 
   def softmax_obstacle(self, x: Any) -> str | None:
     """Why the softmax kernels cannot be used for `x`; None if they can."""
@@ -139,18 +198,57 @@ class Backend:
 
   def has_attention_device(self) -> bool:
     """Whether the GPUs that are there, if any, run the kernels that are not softmax."""
-    return self._device_obstacle(self.attention_devices) is None
+    if self.module is None:
+      return False
+    return any(a.devices.obstacle(self.platform) is None for a in self.built_architectures())
+
+  def shared_memory_bytes(self) -> int:
+    """What a block may use on all GPUs that may run the chosen architecture's kernels.
+
+    The environment variable JAX_MAGI_SHARED_MEMORY_KB caps it: the kernels then take the tiles for
+    GPUs that have less.
+    """
+    if self.architecture.devices.least is None:  # It is no GPU.
+      return 0
+    found = _compute_capabilities(self.platform)
+    running = [x for x in found if self.architecture.devices.has(x)]
+    numbers = [int(x.replace(".", "")) for x in running] or [0]  # Of none, the least of any GPU.
+    least: int = min(map(self.module.shared_memory_of, numbers))
+    return min(least, _shared_memory_cap())
+
+  def built_architectures(self) -> tuple[Architecture, ...]:
+    """Those that this build has kernels for; all, if they were named and it has none."""
+    kept = tuple(a for a in self.architectures if self._variants(a) is not None)
+    return kept or self.architectures
+
+  def _architecture_obstacle(
+    self, architecture: Architecture, q: Any, dims: tuple[int, int]
+  ) -> str | None:
+    reason = architecture.devices.obstacle(self.platform)
+    return reason or self._build_obstacle(architecture, q, dims)
 
   def _device_obstacle(self, devices: Devices) -> str | None:
     if self.module is None:
       return _NOT_BUILT
     return devices.obstacle(self.platform)
 
-  def _build_obstacle(self, q: Any, dims: tuple[int, int]) -> str | None:
+  def _variants(self, architecture: Architecture) -> list[str] | None:
+    """The attention kernels of this build, in words; None if there are none."""
+    if architecture.name == "none":
+      return []
+    found: list[str] | None = self.module.variants().get(f"attention {architecture.name}")
+    return found
+
+  def _build_obstacle(
+    self, architecture: Architecture, q: Any, dims: tuple[int, int]
+  ) -> str | None:
     """Of a build with some of the kernels: whether those for these dims are among them."""
-    if not self.module.LEFT_OUT:
+    if architecture.name == "none":
       return None
-    names = [name.split() for name in self.module.variants()[f"attention {self.architecture}"]]
+    variants = self._variants(architecture)
+    if variants is None:
+      return f"this build of jax_magi has no kernels for {architecture.devices.words}"
+    names = [name.split() for name in variants]
     built = {name: _dims_of(name) for name, dtype in names if dtype == q.dtype.name}
 
     def has_larger(than: tuple[int, int]) -> bool:
@@ -163,6 +261,17 @@ class Backend:
     largest = [name for name, both in built.items() if not has_larger(both)]
     has = f"head dims up to {' and '.join(largest)} alone" if built else "none"
     return f"kernels were left out of this build: of {q.dtype.name} it has {has}"
+
+
+def _shared_memory_cap() -> int:
+  text = os.environ.get(_SHARED_MEMORY_KB)
+  if text is None:
+    return sys.maxsize
+  if not text.isdecimal() or int(text) < _LEAST_SHARED_MEMORY_KB:
+    raise ValueError(
+      f"{_SHARED_MEMORY_KB} must be a number of at least {_LEAST_SHARED_MEMORY_KB}, got {text!r}"
+    )
+  return int(text) << 10
 
 
 def _dims_of(name: str) -> tuple[int, int]:
@@ -180,26 +289,33 @@ def _import(name: str) -> Any:
 
 _NOT_BUILT = "this build of jax_magi has no kernels for it"
 _SOFTMAX_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_SHARED_MEMORY_KB = "JAX_MAGI_SHARED_MEMORY_KB"
+_LEAST_SHARED_MEMORY_KB = 99  # See `cc/architecture.h`.
 
 CPU = Backend("cpu", "cpu", _import("_cpu"))
-HOPPER = Backend(
+CUDA = Backend(
   "cuda",
   "CUDA",
   _import("_cuda"),
-  architecture="sm90",
+  architectures=(
+    Architecture(
+      "sm90",
+      Devices("Hopper GPUs (compute capability 9.0)", (9, 0), is_exact=True),
+      bias_multiple=8,  # TMA moves rows in units of 16 bytes.
+    ),
+    # Newer ones than those that they were compiled for compile them from PTX.
+    Architecture("sm80", Devices("GPUs of compute capability 8.0 and later", (8, 0))),
+  ),
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
-  head_dim_multiple=8,  # TMA moves rows in units of 16 bytes.
-  bias_multiple=8,  # Likewise.
+  head_dim_multiple=8,  # Rows are moved in units of 16 bytes.
   orders_dq_itself=True,
   sums_bias_in_order=False,
-  attention_devices=Devices("Hopper GPUs (compute capability 9.0)", (9, 0), is_exact=True),
-  # Newer ones than those that they were compiled for compile them from PTX.
   softmax_devices=Devices("GPUs of compute capability 8.0 and later", (8, 0)),
   max_softmax_rows=2**31,
 )
 
-BACKENDS = {backend.platform: backend for backend in (CPU, HOPPER)}
+BACKENDS = {backend.platform: backend for backend in (CPU, CUDA)}
 
 for _backend in BACKENDS.values():
   if _backend.module is not None:
@@ -207,8 +323,20 @@ for _backend in BACKENDS.values():
       jax.ffi.register_ffi_target(_name, _handler, platform=_backend.ffi_platform)
 
 
+def candidates(implementation: str | None) -> dict[str, Backend]:
+  """The backends that a call may take, by platform: those that are named, or all."""
+  if implementation is None:
+    return dict(BACKENDS)
+  named = {platform: backend.named(implementation) for platform, backend in BACKENDS.items()}
+  return {platform: backend for platform, backend in named.items() if backend is not None}
+
+
 def check_implementation(
-  implementation: Any, plain: str, obstacle: Callable[[Backend], str | None]
+  implementation: Any,
+  plain: str,
+  obstacle: Callable[[Backend], str | None],
+  *,
+  has_architectures: bool = False,
 ) -> None:
   """Raises unless `implementation` is None, the plain path, or a backend that takes the operands.
 
@@ -216,11 +344,17 @@ def check_implementation(
     implementation: the caller's argument.
     plain: the name of the plain path.
     obstacle: why a backend cannot be used; None if it can.
+    has_architectures: whether it may also be one of a backend's architectures.
   """
+  names = list(BACKENDS)
+  if has_architectures:
+    names = [n for b in BACKENDS.values() for n in (b.platform, *map(b.name_of, b.architectures))]
   # Attention takes "xla" for its plain path, too.
-  choices = dict.fromkeys((None, *BACKENDS, plain, "xla"))
-  check_choice("implementation", implementation, tuple(choices))
-  reason = obstacle(BACKENDS[implementation]) if implementation in BACKENDS else None
+  check_choice("implementation", implementation, tuple(dict.fromkeys((None, *names, plain, "xla"))))
+  if implementation not in names:
+    return
+  (backend,) = candidates(implementation).values()
+  reason = obstacle(backend)
   if reason is not None:
     raise NotImplementedError(
       f"implementation={implementation!r} cannot be used: {reason}; "
@@ -247,7 +381,7 @@ def _log_once(text: str) -> None:
 def num_multiprocessors() -> int | None:
   """Of a GPU, if JAX sees one and says so."""
   try:
-    devices = jax.devices(HOPPER.platform)
+    devices = jax.devices(CUDA.platform)
   except RuntimeError:
     return None
   return getattr(devices[0], "core_count", None)
@@ -256,4 +390,4 @@ def num_multiprocessors() -> int | None:
 def default_platform() -> str:
   """The platform of JAX's default devices, as `implementation` names it."""
   name = jax.default_backend()
-  return HOPPER.platform if name == "gpu" else name
+  return CUDA.platform if name == "gpu" else name

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jax_magi._src.native.backends import (
-  BACKENDS,
   Backend,
+  candidates,
   check_implementation,
   default_platform,
 )
@@ -23,8 +23,9 @@ class Explanation:
 
   Attributes:
     operation: what is computed, in words.
-    implementation: what the call takes on JAX's default platform: "cpu" or "cuda" is a kernel,
-      "blockwise" (attention) or "xla" (softmax) is plain JAX.
+    implementation: what the call takes on JAX's default platform: "cpu", "cuda_sm90" or
+      "cuda_sm80" (attention) or "cuda" (softmax) is a kernel, "blockwise" (attention) or "xla"
+      (softmax) is plain JAX.
     native: the platforms that have a kernel for this call. On others, XLA compiles plain JAX.
     notes: reasons, and what else may surprise.
   """
@@ -45,6 +46,8 @@ def explain(
   plain: str,
   obstacle: Callable[[Backend], str | None],
   notes: Sequence[str] = (),
+  *,
+  kernels_of: Callable[[Backend], Backend] | None = None,
 ) -> Explanation:
   """The explanation of a call. An implementation that was asked for must be there.
 
@@ -54,16 +57,23 @@ def explain(
     plain: the name of the plain path.
     obstacle: why a backend cannot be used; None if it can.
     notes: of the operation itself.
+    kernels_of: a backend with the architecture whose kernels a call takes; None if all have the
+      same.
   """
-  check_implementation(implementation, plain, obstacle)
-  obstacles = {
-    platform: obstacle(backend)
-    for platform, backend in BACKENDS.items()
-    if implementation in (None, platform)
-  }
+  check_implementation(implementation, plain, obstacle, has_architectures=kernels_of is not None)
+  backends = candidates(implementation)
+  obstacles = {platform: obstacle(backend) for platform, backend in backends.items()}
   reasons = [f"not on {p}: {reason}" for p, reason in obstacles.items() if reason is not None]
   if implementation == plain:
     reasons.append(f"implementation={plain!r} was asked for")
   native = tuple(p for p, reason in obstacles.items() if reason is None)
-  taken = implementation or (default_platform() if default_platform() in native else plain)
+  chosen = {p: kernels_of(backends[p]) if kernels_of else backends[p] for p in native}
+  reasons += [
+    chosen[p].why_this_architecture()
+    for p in native
+    if len(chosen[p].architectures) < len(backends[p].architectures)
+  ]
+  # A caller who names kernels means their platform, whatever is the default.
+  platform = default_platform() if implementation is None else next(iter(backends), None)
+  taken = chosen[platform].kernels if platform in chosen else plain
   return Explanation(operation, taken, native, (*reasons, *notes))

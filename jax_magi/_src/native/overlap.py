@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jax_magi._src.native.backends import HOPPER
+from jax_magi._src.native.backends import CUDA
 from jax_magi._src.native.call import native_call
 
 # What stands in for communication in benchmarks, which alone register it: its beginning, and its
@@ -39,13 +39,13 @@ def kernel_barrier(x: Any) -> Any:
   A kernel that takes x can then not take the place of communication that was started before it.
   Elsewhere than on a GPU with our kernels: x.
   """
-  return _barrier_where_kernels_are(x) if HOPPER.has_attention_device() else x
+  return _barrier_where_kernels_are(x) if CUDA.has_attention_device() else x
 
 
 @custom_vmap
 def _barrier_where_kernels_are(x: jax.Array) -> jax.Array:
   result: jax.Array = lax.platform_dependent(
-    x, **{HOPPER.platform: _kernel_barrier, "default": lambda x: x}
+    x, **{CUDA.platform: _kernel_barrier, "default": lambda x: x}
   )
   return result
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_magi._src.native import softmax as native_softmax
-from jax_magi._src.native.backends import BACKENDS
+from jax_magi._src.native.backends import candidates
 from jax_magi._src.softmax import plain
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Native, Operands, Operation, Results
@@ -147,7 +147,7 @@ def _forward(config: SoftmaxConfig, has_offset: bool) -> Callable[[Operands], Re
   return Operation(
     operands={"x": _X, "mask": _X, "offset": "bh"},
     results={"y": _X} | ({"offset_probability": _ROWS} if has_offset else {}),
-    natives=functools.partial(_natives, native, "x"),
+    natives=functools.partial(_natives, native, "x", config.implementation),
     plain=functools.partial(_asked_for, functools.partial(plain.forward, **options)),
     plain_name=PLAIN,
     implementation=config.implementation,
@@ -164,18 +164,20 @@ def _backward(config: SoftmaxConfig, with_dot: bool) -> Callable[[Operands], Res
   return Operation(
     operands={"y": _X, "dy": _X},
     results={"dx": _X} | ({"dot": _ROWS} if with_dot else {}),
-    natives=functools.partial(_natives, native, "y"),
+    natives=functools.partial(_natives, native, "y", config.implementation),
     plain=functools.partial(_asked_for, functools.partial(plain.backward, **options)),
     plain_name=PLAIN,
     implementation=config.implementation,
   ).function()
 
 
-def _natives(native: Callable[..., Any], first: str, operands: Operands) -> dict[str, Native]:
+def _natives(
+  native: Callable[..., Any], first: str, implementation: str | None, operands: Operands
+) -> dict[str, Native]:
   """The platforms whose kernels take the operands."""
   return {
     platform: Native(functools.partial(_asked_for, native))
-    for platform, backend in BACKENDS.items()
+    for platform, backend in candidates(implementation).items()
     if backend.softmax_obstacle(operands[first]) is None
   }
 

@@ -71,10 +71,12 @@ class Operation:
       (query) heads, g the kv heads; others are never split. The first one has the whole batch and
       all heads; every call has it.
     results: likewise, in order.
-    natives: from the operands to the platforms whose kernels take them, each with its kernel.
+    natives: from the operands to the platforms whose kernels take them and are not excluded by
+      `implementation`, each with its kernel.
     plain: the same in plain JAX: a function of the operands, by name.
     plain_name: that `implementation` may have for it.
-    implementation: the name of a platform or of the plain path, or None to choose.
+    implementation: the caller's argument: the name of kernels or of the plain path, or None to
+      choose.
     shared: operands that may be one for the whole batch, with a leading axis of 1.
     gradients: results that are gradients of operands which may be shared, too: then these are sums
       over the batch.
@@ -134,7 +136,6 @@ class Operation:
     return {
       platform: functools.partial(self._on_devices, native)
       for platform, native in self.natives(operands).items()
-      if self.implementation in (None, platform)
     }
 
   def _in_plain_jax(self, operands: Operands) -> Results:
