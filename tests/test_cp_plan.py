@@ -1,5 +1,6 @@
 """Plans of context parallelism: every pair once, only needed rows, even work."""
 
+import collections
 import tracemalloc
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 
 import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
+from jax_magi._src.context_parallel import plan_choice
 from tests.cases import CASES
 from tests.plan_checks import execute
 
@@ -221,6 +223,25 @@ def test_the_degree_follows_the_links():
   assert pinned.spec == key.spec
   with pytest.raises(ValueError, match="overlap_degree is 0, but capacities are of"):
     magi_attn_flex_key(mask, cp_size=8, overlap_degree=0, capacities=key.capacities)
+
+
+def test_degrees_share_what_ranks_need(monkeypatch):
+  """It is worked out once for each dispatch, however many degrees are tried."""
+  calls = collections.Counter()
+
+  def counted(name):
+    fun = getattr(plan_choice, name)
+
+    def call(*args):
+      calls[name] += 1
+      return fun(*args)
+
+    return call
+
+  for name in ("needs_of", "make_plan"):
+    monkeypatch.setattr(plan_choice, name, counted(name))
+  magi_attn_flex_key(AttentionMask.causal(4096), cp_size=8, overlap_degree=(0, 1, 2))
+  assert calls["make_plan"] == 3 * calls["needs_of"] > 0
 
 
 def test_slices_stay_few():

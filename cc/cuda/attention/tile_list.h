@@ -2,7 +2,7 @@
 // The backward kernel uses the transposed mask. Below, "rows" are what a tile consists of, and
 // "columns" are the other side, which a kernel processes in blocks.
 //
-// The list of a concrete mask is made on the host, once, when the call is traced. A traced mask is
+// The list of a known mask is made on the host, once, when the call is traced. A traced mask is
 // known only on the device, where one small kernel makes the list. That kernel is a separate
 // operation, so XLA keeps a single copy for all layers of a program that have the same mask.
 

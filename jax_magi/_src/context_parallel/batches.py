@@ -60,7 +60,7 @@ def plan_batch(
   """
   ids = as_ids("segment_ids", segment_ids, ("batch", "length"))
   if not isinstance(ids, np.ndarray):
-    raise ValueError("segment_ids must be concrete: keys are planned on the host")
+    raise ValueError("segment_ids must be known: keys are planned on the host")
   if not len(ids):
     raise ValueError("segment_ids must have at least one row")
   has_many = isinstance(window, Mapping)
