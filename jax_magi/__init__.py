@@ -5,9 +5,9 @@ from jax_magi._src.attention.api import AttnForwardMeta, attention, flex_flash_a
 from jax_magi._src.attention.dot_product import dot_product_attention
 from jax_magi._src.attention.explain import Explanation, explain_attention
 from jax_magi._src.attention.flax_fn import flax_attention_fn
+from jax_magi._src.attention.kernel_call import CHECKPOINT_NAMES
 from jax_magi._src.attention.latent import latent_attention
 from jax_magi._src.attention.merge import merge_attention
-from jax_magi._src.attention.ops import CHECKPOINT_NAMES
 from jax_magi._src.context_parallel.api import (
   calc_attn,
   context_parallel_attention,

@@ -121,6 +121,10 @@ def _muon(**options):
       lambda: AttentionMask.from_cu_seqlens([0, 9], [0, 20], q_len=10, k_len=10),
       "cu_seqlens_k must end at k_len = 10 or before, got 20",
     ),
+    (
+      lambda: _dot_product(checkpoint_names=("context",)),
+      r"checkpoint_names must be a name, or those of out and lse, got \('context',\)",
+    ),
     (lambda: _documents(-3, 1), "segment_ids must not be negative, but for padding_id=0, got -3"),
     (lambda: _documents(1, -1), "kv_segment_ids must not be negative, but for padding_id=0, got"),
     (lambda: _dot_product(mask=[[_MASK]]), "mask must be one AttentionMask, or a list of 1"),

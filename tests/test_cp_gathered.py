@@ -175,6 +175,29 @@ def test_forward_kernels_run_once_and_keys_are_gathered_again():
   assert NATIVE is None or kernels == 1
 
 
+def test_a_trainers_policy_keeps_the_results():
+  """Saved under its own name inside a scan, no forward kernel runs twice."""
+  mesh = make_mesh(cp=2)
+  x = np.zeros((16, 2, 8), np.float32)
+
+  def count(saved):
+    policy = jax.checkpoint_policies.save_only_these_names(saved)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x):
+      return jax_magi.context_parallel_attention(
+        *(x, x, x), mesh=mesh, checkpoint_names="context", implementation=NATIVE
+      )[0]
+
+    def loss(x):
+      return jax.lax.scan(lambda x, _: (jnp.sin(layer(x)), None), x, None, length=2)[0].sum()
+
+    text = quick_jit(jax.grad(loss)).lower(x).compile().as_text()
+    return text.count('"jax_magi_attention_forward"')
+
+  assert (count("context"), count("other")) == ((1, 2) if NATIVE else (0, 0))
+
+
 def test_sixteen_bit_gradients_are_summed_in_float32():
   mesh = make_mesh(cp=2)
   x = jax.ShapeDtypeStruct((16, 2, 8), jnp.bfloat16)

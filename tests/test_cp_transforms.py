@@ -278,12 +278,15 @@ def test_lists_are_tokens():
 def test_checkpoint_policy_can_keep_the_results_of_ranks(saves, num_forward, keep_remote_kv):
   """A policy that saves `CHECKPOINT_NAMES` alone: no forward kernel runs again."""
   key = magi_attn_flex_key(MASKS["documents"], cp_size=4, overlap_degree=1)
-  names = jax_magi.CHECKPOINT_NAMES if saves else ()
+  own = "context" if keep_remote_kv else None
+  names = () if not saves else [own] if own else jax_magi.CHECKPOINT_NAMES
 
   def rank(x, key):
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
     def layer(x):
-      attended, _ = jax_magi.calc_attn(x, x, x, key, keep_remote_kv=keep_remote_kv)
+      attended, _ = jax_magi.calc_attn(
+        x, x, x, key, keep_remote_kv=keep_remote_kv, checkpoint_names=own
+      )
       return jnp.sin(attended)
 
     # In a scan, or XLA's common subexpression elimination could hide the second calls.

@@ -149,19 +149,25 @@ def test_scan_stacks_max_logits():
 
 
 @pytest.mark.parametrize(
-  ("policy", "num_forward_calls"),
+  ("kept", "names", "num_forward_calls"),
   [
-    (None, 2),
-    (jax.checkpoint_policies.save_only_these_names(*jax_magi.CHECKPOINT_NAMES), 1),
+    ((), None, 2),
+    (jax_magi.CHECKPOINT_NAMES, None, 1),
+    (["context"], "context", 1),
+    (["context", "context_lse"], ("context", "context_lse"), 1),
+    (["context"], ("context", "context_lse"), 2),
   ],
 )
-def test_checkpoint_policy_can_keep_the_residuals(policy, num_forward_calls):
+def test_checkpoint_policy_can_keep_the_residuals(kept, names, num_forward_calls):
+  policy = jax.checkpoint_policies.save_only_these_names(*kept)
   x = normals((64, 4, 16))[0]
   mask = AttentionMask.causal(64)
 
   @functools.partial(jax.checkpoint, policy=policy)
   def block(x):
-    return jnp.sin(jax_magi.attention(x, x, x, mask, implementation="cpu")[0])
+    return jnp.sin(
+      jax_magi.attention(x, x, x, mask, implementation="cpu", checkpoint_names=names)[0]
+    )
 
   def loss(x):
     # In a scan, or XLA's common subexpression elimination could hide the second call.

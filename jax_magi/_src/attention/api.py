@@ -43,6 +43,7 @@ def attention(
   return_max_logits: bool = False,
   deterministic: bool = False,
   sm_margin: int = 0,
+  checkpoint_names: str | tuple[str, str] | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
   """Exact attention over a slice mask, for one (packed) sequence. Use `jax.vmap` for a batch.
@@ -66,6 +67,9 @@ def attention(
     deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are; on an
       H200 this makes the backward pass 0-16% slower, depending on the mask.
     sm_margin: streaming multiprocessors to leave free, on a GPU.
+    checkpoint_names: names of out and lse for `jax.checkpoint` policies, in place of
+      `CHECKPOINT_NAMES`: a pair, or one name for both. With the name under which a trainer's policy
+      saves attention, no forward kernel runs twice.
     implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform; "xla" is the same). None
       takes the native kernel of the platform compiled for, or else "blockwise". "cuda" takes the
       best kernels that the GPUs run; "cuda_sm90" and "cuda_sm80" name them. Second derivatives need
@@ -84,6 +88,7 @@ def attention(
     softcap=softcap,
     deterministic=deterministic,
     sm_margin=sm_margin,
+    checkpoint_names=checkpoint_names,
     implementation=implementation,
   )
   return_max_logits = check_flag("return_max_logits", return_max_logits)
@@ -121,6 +126,7 @@ def flex_flash_attn_func(
   return_max_logits: bool = False,
   deterministic: bool = False,
   sm_margin: int = 0,
+  checkpoint_names: str | tuple[str, str] | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
   """`attention` over a mask given as pairs of ranges; all other arguments are as there.
@@ -141,6 +147,7 @@ def flex_flash_attn_func(
     return_max_logits: see `attention`.
     deterministic: see `attention`.
     sm_margin: see `attention`.
+    checkpoint_names: see `attention`.
     implementation: see `attention`.
 
   Returns:
@@ -163,5 +170,6 @@ def flex_flash_attn_func(
     return_max_logits=return_max_logits,
     deterministic=deterministic,
     sm_margin=sm_margin,
+    checkpoint_names=checkpoint_names,
     implementation=implementation,
   )

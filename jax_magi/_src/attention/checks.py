@@ -14,7 +14,7 @@ from jax_magi._src.arguments import (
   check_no_symbols,
   check_number,
 )
-from jax_magi._src.attention.kernel_call import PLAIN, AttentionConfig
+from jax_magi._src.attention.kernel_call import CHECKPOINT_NAMES, PLAIN, AttentionConfig
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.native.backends import check_implementation, num_multiprocessors
 from jax_magi._src.softmax_lse import softmax_lse
@@ -196,6 +196,7 @@ def make_config(
   deterministic: Any,
   sm_margin: Any,
   implementation: Any,
+  checkpoint_names: Any = None,
   scale_name: str = "softmax_scale",
 ) -> AttentionConfig:
   """The static arguments, checked. `scale_name` is what the caller calls the scale."""
@@ -213,7 +214,19 @@ def make_config(
     implementation, PLAIN, lambda b: b.attention_obstacle(q, v), has_architectures=True
   )
   deterministic = check_flag("deterministic", deterministic)
-  return AttentionConfig(scale, cap, deterministic, sm_margin, implementation)
+  names = check_checkpoint_names(checkpoint_names)
+  return AttentionConfig(scale, cap, deterministic, sm_margin, implementation, names)
+
+
+def check_checkpoint_names(names: Any) -> tuple[str, str]:
+  """The names of out and lse: two, one for both, or None for ours."""
+  if names is None:
+    return CHECKPOINT_NAMES
+  both = (names, names) if isinstance(names, str) else names
+  is_pair = isinstance(both, (tuple, list)) and len(both) == 2
+  if not is_pair or not all(isinstance(name, str) and name for name in both):
+    raise ValueError(f"checkpoint_names must be a name, or those of out and lse, got {names!r}")
+  return both[0], both[1]
 
 
 def plain_as(implementation: Any) -> Any:

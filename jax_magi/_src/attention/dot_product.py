@@ -46,6 +46,7 @@ def dot_product_attention(
   return_max_logits: bool = False,
   deterministic: bool = False,
   sm_margin: int = 0,
+  checkpoint_names: str | tuple[str, str] | None = None,
 ) -> Any:
   """Drop-in for `jax.nn.dot_product_attention`, with documents, softcap, sink and statistics.
 
@@ -94,6 +95,7 @@ def dot_product_attention(
     return_max_logits: whether to fill `meta.max_logits`, `[batch, num_q_heads]`.
     deterministic: as in `attention`.
     sm_margin: as in `attention`.
+    checkpoint_names: as in `attention`.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`; or (out, lse), or (out, meta), as asked for. lse
@@ -133,6 +135,7 @@ def dot_product_attention(
     softcap=softcap,
     deterministic=deterministic,
     sm_margin=sm_margin,
+    checkpoint_names=checkpoint_names,
     implementation=implementation,
     scale_name="scale",
   )

@@ -62,6 +62,10 @@ def given_terms(terms: Mapping[str, jax.Array | None]) -> Operands:
   return {name: x for name, x in terms.items() if x is not None}
 
 
+# Names of the saved residuals, for `jax.checkpoint` policies.
+CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
   """What is static about a call."""
@@ -71,6 +75,7 @@ class AttentionConfig:
   deterministic: bool = False
   sm_margin: int = 0
   implementation: str | None = None
+  checkpoint_names: tuple[str, str] = CHECKPOINT_NAMES
 
   def with_positive_scale(self, q: Any) -> tuple[Any, AttentionConfig]:
     """The same logits: kernels take positive scales, so that the largest product is the largest."""

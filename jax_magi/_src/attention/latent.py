@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from jax_magi._src.attention import checks
 from jax_magi._src.attention.api import AttnForwardMeta, attention
-from jax_magi._src.attention.ops import CHECKPOINT_NAMES
 from jax_magi._src.attention.seen_rows import seen_rows, without_hidden
 from jax_magi._src.masks.mask import AttentionMask
 
@@ -55,7 +54,9 @@ def latent_attention(
   names = ("sink", "bias", "alibi_slopes")
   terms = {name: options[name] for name in names if options.get(name) is not None}
   static = {name: x for name, x in options.items() if name not in names}
-  policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+  policy = jax.checkpoint_policies.save_only_these_names(
+    *checks.check_checkpoint_names(options.get("checkpoint_names"))
+  )
   results: tuple[jax.Array, AttnForwardMeta]
   results = jax.checkpoint(attend, policy=policy)(q, leaves, terms)
   return results

@@ -31,8 +31,6 @@ from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Operands, Operation, Results
 from jax_magi._src.transforms.varying import vary_like, vary_together
 
-# Names of the saved residuals, for `jax.checkpoint` policies.
-CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 # Results of calls over other keys, as operands.
 _RUNNING = ("running_out", "running_lse", "running_max_logits")
 
@@ -103,7 +101,7 @@ def _attention_fwd(
   out_dtype = np.float32 if needs_float32 else None
   out, lse, max_logits = _forward_on_mesh(config, out_dtype, q, k, v, mask, sink, terms)
   # Named before both uses, so that a policy that keeps them keeps what the caller sees.
-  out, lse = map(checkpoint_name, (out, lse), CHECKPOINT_NAMES)
+  out, lse = map(checkpoint_name, (out, lse), config.checkpoint_names)
   residuals = (q, k, v, mask, sink, terms, wanted, out, lse)
   return (out.astype(q.dtype), lse, max_logits), residuals
 

@@ -45,6 +45,7 @@ def calc_attn(
   deterministic: bool = False,
   sm_margin: int | tuple[int, int] | None = None,
   kernel_barrier: bool = False,
+  checkpoint_names: str | tuple[str, str] | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
   """`attention` of a rank's queries over all keys, inside `shard_map` over `axis_name`.
@@ -72,6 +73,7 @@ def calc_attn(
       MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN, or else 0.
     kernel_barrier: whether a kernel waits, 0.1 ms at most, until the GPU has taken up the transfer
       that it shall run beside. Then it needs no margin: it begins on the other multiprocessors.
+    checkpoint_names: as in `attention`.
     implementation: see above.
 
   Returns:
@@ -97,6 +99,7 @@ def calc_attn(
     deterministic=deterministic,
     sm_margin=sm_margin,
     kernel_barrier=kernel_barrier,
+    checkpoint_names=checkpoint_names,
     implementation=implementation,
   )
 

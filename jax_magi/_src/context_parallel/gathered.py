@@ -12,8 +12,7 @@ from jax import lax
 
 from jax_magi._src.arguments import check_choice, check_flag, check_length
 from jax_magi._src.attention.api import AttnForwardMeta, attention
-from jax_magi._src.attention.checks import sink_logit
-from jax_magi._src.attention.ops import CHECKPOINT_NAMES
+from jax_magi._src.attention.checks import check_checkpoint_names, sink_logit
 from jax_magi._src.context_parallel import assignment
 from jax_magi._src.masks.constructors import checked_segment_ids
 from jax_magi._src.masks.mask import AttentionMask
@@ -123,7 +122,9 @@ def attend_gathered(
     return out, meta.lse, meta.max_logits
 
   if not check_flag("keep_remote_kv", keep_remote_kv):
-    saved = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+    saved = jax.checkpoint_policies.save_only_these_names(
+      *check_checkpoint_names(options.get("checkpoint_names"))
+    )
     attend = jax.checkpoint(attend, policy=saved)
   out, lse, max_logits = attend(q, k, v, segment_ids, sink)
   if max_logits is not None and reduce_max_logits:

@@ -184,7 +184,7 @@ def _rank_attention_fwd(
   config: RankConfig, q: Any, rows: Any, constants: Any, key: DistAttnKey, sink: Any
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
   (out, lse, max_logits), kept = _forward_on_mesh(config, q, rows, constants, key, sink)
-  out, lse = map(checkpoint_name, (out, lse), ops.CHECKPOINT_NAMES)
+  out, lse = map(checkpoint_name, (out, lse), config.forward.checkpoint_names)
   return (out, lse, max_logits), (q, rows, constants, key, sink, out, lse, kept)
 
 

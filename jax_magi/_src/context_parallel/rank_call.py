@@ -41,6 +41,7 @@ def attend_on_rank(
   deterministic: Any = False,
   sm_margin: Any = None,
   kernel_barrier: Any = False,
+  checkpoint_names: Any = None,
   implementation: Any = None,
 ) -> tuple[Any, AttnForwardMeta]:
   """`calc_attn` for rows in any form; operands have been checked, and options have not.
@@ -63,6 +64,7 @@ def attend_on_rank(
     deterministic: as in `calc_attn`.
     sm_margin: as in `calc_attn`.
     kernel_barrier: as in `calc_attn`.
+    checkpoint_names: as in `calc_attn`.
     implementation: as in `calc_attn`.
 
   Returns:
@@ -75,6 +77,7 @@ def attend_on_rank(
     softcap=softcap,
     deterministic=deterministic,
     sm_margin=0,
+    checkpoint_names=checkpoint_names,
     implementation=implementation,
   )
   q, config = config.with_positive_scale(q)
