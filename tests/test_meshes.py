@@ -272,6 +272,12 @@ def clipped_with_merged_heads(_, q, k, max_logits):
   return optim.apply_qk_clip({"q": q, "k": k}, max_logits, projections, 1.0)
 
 
+@_case((normal(2, 16, 8, 4), P(None, "x", "y")), (_MAXIMA, P("y")))
+def clipped_parts(_, fused, max_logits):
+  sides = (optim.Projection("fused", "parts embed -> heads dim", index=i) for i in range(2))
+  return optim.apply_qk_clip({"fused": fused}, max_logits, optim.QkProjections(*sides), 1.0)
+
+
 @_case(*_WEIGHTS, (np.tile(_MAXIMA, (2, 2, 1)), P("x", None, "y")))
 def clipped_layers(_, q, k, max_logits):
   sides = (optim.Projection(f"{{layer}}/{name}", "embed -> heads dim") for name in "qk")

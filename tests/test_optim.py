@@ -18,6 +18,7 @@ from jax_magi.optim import (
   apply_qk_clip,
   qk_clip,
   qk_clip_gamma,
+  raise_if_broken,
 )
 from tests.arrays import assert_same_bits, normal
 from tests.qk_kernels import DIM, EMBED, STACKED, make_kernels, make_projections
@@ -51,6 +52,17 @@ def test_gamma_of_a_broken_head_is_an_error(value):
     qk_clip_gamma(max_logits)
   traced = jax.jit(qk_clip_gamma)(max_logits)
   np.testing.assert_array_equal(traced, np.array([[1.0, 0.5], [np.nan, 0.5]], np.float32))
+
+
+def test_broken_maxima_are_raised_outside_the_step():
+  sound = np.array([[1.0, 200.0], [-np.inf, 3.0]], np.float32)
+  broken = np.where(np.eye(2), np.nan, sound)
+  for maxima in (sound, jnp.asarray(sound), {"a": sound, "b": sound}):
+    raise_if_broken(maxima)
+  with pytest.raises(FloatingPointError, match=r"at layer 0 head 0, layer 1 head 1$"):
+    raise_if_broken(broken)
+  with pytest.raises(FloatingPointError, match=r"at b layer 0 head 0, b layer 1 head 1$"):
+    raise_if_broken({"a": sound, "b": jnp.asarray(broken)})
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, -np.inf, np.nan, np.ones(2)], ids=str)

@@ -72,7 +72,9 @@ def apply_qk_clip(
       Megatron calls it `qk_clip_alpha`.
     report: whether to tell of heads whose maximum is NaN or +inf: `FloatingPointError`, or under
       `jax.jit` an error in the log "jax_magi". They, and heads that share a key with them, keep
-      their weights.
+      their weights. JAX keeps no program that can call the host in its persistent compilation
+      cache, so that the log has each run compile the step. With False, nothing calls the host, and
+      `raise_if_broken(max_logits)` with the step's results is how to know.
 
   Returns:
     params, clipped.

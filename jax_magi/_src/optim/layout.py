@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import re
 
-LAYERS, HEADS, DIM = "layers", "heads", "dim"
+LAYERS, HEADS, DIM, PARTS = "layers", "heads", "dim", "parts"
 # Along these a parameter is a stack of matrices; Muon takes each for itself.
-_STACKED = (LAYERS, "experts")
+_STACKED = (LAYERS, PARTS, "experts")
 _TOKEN = re.compile(r"->|\(|\)|[A-Za-z_][A-Za-z0-9_]*|\S")
 
 

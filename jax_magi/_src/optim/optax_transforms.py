@@ -217,8 +217,13 @@ def raise_if_broken(state: Any) -> None:
   """Raises `FloatingPointError` if a maximum that `qk_clip` was given was ever NaN or +inf.
 
   Args:
-    state: any tree that holds `QkClipState`: the state of a whole optimizer. Not traced.
+    state: any tree that holds `QkClipState`: the state of a whole optimizer. Or, for
+      `apply_qk_clip`, max_logits as it takes them. Not traced.
   """
+  if _is_statistics(state):
+    given = state if isinstance(state, Mapping) else {None: state}
+    raise_if_any({name: is_broken(np.asarray(x)) for name, x in given.items()})
+    return
   leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QkClipState))
   states = [x for x in leaves if isinstance(x, QkClipState)]
   if not states:
@@ -226,6 +231,12 @@ def raise_if_broken(state: Any) -> None:
   for x in states:
     counts = x.num_broken if isinstance(x.num_broken, Mapping) else {None: x.num_broken}
     raise_if_any({name: np.asarray(count) > 0 for name, count in counts.items()})
+
+
+def _is_statistics(x: Any) -> bool:
+  """Whether these are maxima: an array, or a dictionary of arrays."""
+  arrays = list(x.values()) if isinstance(x, Mapping) else [x]
+  return bool(arrays) and all(isinstance(one, (jax.Array, np.ndarray)) for one in arrays)
 
 
 def _check_schedule(schedule: Any) -> Any:

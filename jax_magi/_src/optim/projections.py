@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey
 
-from jax_magi._src.optim.layout import DIM, HEADS, LAYERS, Layout, parse_layout
+from jax_magi._src.optim.layout import DIM, HEADS, LAYERS, PARTS, Layout, parse_layout
 
 _LAYER = "{layer}"
+# Axes of which factors know, in their order there.
+_OWN = (LAYERS, HEADS, DIM, PARTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,18 +28,22 @@ class Projection:
       not stacked are `{layer}`, counted from 0: `"block_{layer}/attention/query/kernel"`. Numbers
       may have leading zeros, `block_07`, but no layer may be there twice.
     layout: names of the axes, `"inputs -> outputs"`. `heads`, `dim` (inside a head) and `layers`
-      (stacked by scan, anywhere) have a meaning, others are free:
+      (stacked by scan, anywhere) and `parts` (several projections in one parameter) have a meaning,
+      others are free:
       `"embed -> heads dim"`, `"layers embed -> heads dim"`, `"embed -> (heads dim)"` for a kernel
       `[embed, heads * dim]`, `"-> heads dim"` for a bias.
     num_heads: needed where the layout merges heads with another axis.
     dims: the part `[begin, end)` of `dim` that is meant; None is all of it. For kernels that hold
       several things in a head, as in MLA.
+    index: which of `parts` is meant: 0 for the keys of a kernel `[2, heads, embed, dim]` of keys
+      and values, whose layout is `"parts heads embed -> dim"`.
   """
 
   path: str
   layout: str
   num_heads: int | None = None
   dims: tuple[int, int] | None = None
+  index: int | None = None
 
   def __post_init__(self) -> None:
     if not isinstance(self.path, str) or not self.path:
@@ -60,6 +66,15 @@ class Projection:
         )
       if self.num_heads is None:
         raise ValueError(f"{self.path} needs num_heads: its layout {self.layout!r} merges them")
+    index = self.index
+    if (index is None) == (PARTS in layout.names):
+      raise ValueError(
+        f"{self.path} needs index exactly where its layout names parts, got index={index!r} and "
+        f"{self.layout!r}"
+      )
+    is_integer = isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+    if index is not None and not (is_integer and index >= 0):
+      raise ValueError(f"index of {self.path} must be an integer from 0, got {index!r}")
     if self.dims is not None:
       if DIM not in layout.names:
         raise ValueError(f"dims of {self.path} needs dim in its layout, got {self.layout!r}")
@@ -74,10 +89,10 @@ class Projection:
   @property
   def factor_axes(self) -> list[bool]:
     """For each axis of the parameter, whether its factor has it, too, and not a size of 1."""
-    return [not {LAYERS, HEADS, DIM}.isdisjoint(axis) for axis in self.parsed.axes]
+    return [not set(_OWN).isdisjoint(axis) for axis in self.parsed.axes]
 
   def sizes(self, path: str, shape: tuple[int, ...]) -> dict[str, int]:
-    """Sizes of heads, and of dim and layers where there are any, in a parameter of this shape."""
+    """Sizes of heads, and of dim, layers and parts where there are any, in a parameter."""
     layout = self.parsed
     layout.check_rank(path, shape)
     sizes = {}
@@ -93,7 +108,9 @@ class Projection:
       raise ValueError(f"{path} has {sizes[HEADS]} heads, but num_heads is {self.num_heads}")
     if self.dims is not None and self.dims[1] > sizes[DIM]:
       raise ValueError(f"{path} has heads of {sizes[DIM]}, but dims is {self.dims}")
-    return {name: sizes[name] for name in (LAYERS, HEADS, DIM) if name in sizes}
+    if self.index is not None and self.index >= sizes[PARTS]:
+      raise ValueError(f"{path} has {sizes[PARTS]} parts, but index is {self.index}")
+    return {name: sizes[name] for name in _OWN if name in sizes}
 
   def spread(self, path: str, shape: tuple[int, ...], gamma: jax.Array) -> jax.Array:
     """gamma, `[layers, heads]` or `[heads]`, as a factor that broadcasts to the parameter.
@@ -101,12 +118,14 @@ class Projection:
     The parameter itself is never reshaped, so that it keeps its sharding.
     """
     sizes, layout = self.sizes(path, shape), self.parsed
-    present = [name for name in (LAYERS, HEADS, DIM) if name in sizes]
+    present = [name for name in _OWN if name in sizes]
     factor = gamma
     if DIM in sizes:
       begin, end = self.dims or (0, sizes[DIM])
       is_meant = (np.arange(sizes[DIM]) >= begin) & (np.arange(sizes[DIM]) < end)
       factor = jnp.where(is_meant, gamma[..., None], 1.0)
+    if PARTS in sizes:
+      factor = jnp.where(np.arange(sizes[PARTS]) == self.index, factor[..., None], 1.0)
     factor = factor.transpose([present.index(n) for n in layout.names if n in sizes])
     axes = zip(shape, self.factor_axes, strict=True)
     return factor.reshape([size if is_own else 1 for size, is_own in axes])
@@ -325,8 +344,12 @@ def _match_layer(pattern: str, path: str) -> int | None:
 def _check_apart(path: str, users: Sequence[Projection]) -> None:
   for i, a in enumerate(users):
     for b in users[:i]:
+      if a.index != b.index and None not in (a.index, b.index):
+        continue
       if a.dims is None or b.dims is None or max(a.dims[0], b.dims[0]) < min(a.dims[1], b.dims[1]):
-        raise ValueError(f"{path} is named twice; parts of one parameter need disjoint dims")
+        raise ValueError(
+          f"{path} is named twice; parts of one parameter need disjoint dims, or another index"
+        )
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Projection, ...]:
