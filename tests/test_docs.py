@@ -13,6 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # Their code trains models, or compiles programs for many devices.
 _LONG_PAGES = {
   "docs/context_parallel.md",
+  "docs/guides/context_parallel.md",
+  "docs/guides/memory.md",
+  "docs/guides/mla.md",
+  "docs/guides/muon_clip.md",
+  "docs/guides/packed_documents.md",
   "docs/integrations.md",
   "docs/mla.md",
   "docs/overlap.md",
@@ -85,3 +90,10 @@ def test_every_hop_of_the_walk_is_there():
     for name in re.findall(r"\w+", names):
       defined = rf"(?:def |class |[ :]){name}[(:]"
       assert re.search(defined, (ROOT / path).read_text()), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=_name)
+def test_guides_hide_nothing(page):
+  blocks = [block for block in blocks_of(page) if block.language == "python"]
+  assert len(blocks) > 3
+  assert all(block.is_shown and block.file is None and block.package is None for block in blocks)

@@ -25,6 +25,7 @@ PAGES = [
   "functions",
   "reference/attention",
   "context_parallel",
+  "guides/context_parallel",
   "mla",
   "qk_clip",
   "kernels",
