@@ -95,5 +95,5 @@ def test_every_hop_of_the_walk_is_there():
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=_name)
 def test_guides_hide_nothing(page):
   blocks = [block for block in blocks_of(page) if block.language == "python"]
-  assert len(blocks) > 3
+  assert len(blocks) >= 3
   assert all(block.is_shown and block.file is None and block.package is None for block in blocks)
