@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_magi
 from benchmarks import jax_passes, timing
@@ -182,6 +183,39 @@ def time_traced_masks(length: int = 2048) -> list[dict]:
       row = {"head_dim": model[0], "length": length, "mask": name}
       rows.append(row | {"traced_cost": cost, "standard_error": error})
       print(f"  {model[0]:4} {length:6} {name:14} {_percent(cost, error)}", flush=True)
+  return [*rows, *_time_traced_batches()]
+
+
+def _time_traced_batches(num_rows: int = 16, length: int = 8192) -> list[dict]:
+  """The same for batch rows with masks of their own, over a known mask that has all as documents.
+
+  With 16 rows of 64 documents, the device has 2,064 candidates for the ends of tiles.
+  """
+  rng, rows = np.random.default_rng(0), []
+
+  def attention(q, k, v, slices):
+    mask = AttentionMask(slices, length, length)
+    return jax_magi.attention(q, k, v, mask, implementation="cuda")[0]
+
+  def call_of_traced(q, k, v, slices):
+    parts = (x.reshape(num_rows, length, *x.shape[1:]) for x in (q, k, v))
+    return jax.vmap(attention)(*parts, slices).reshape(q.shape)
+
+  for model, num_documents in itertools.product(MODELS, (16, 64)):
+    ends = [rng.choice(np.arange(1, length), num_documents - 1, False) for _ in range(num_rows)]
+    cuts = [np.array([0, *sorted(x), length]) for x in ends]
+    slices = np.stack([AttentionMask.from_cu_seqlens(x, causal=True).slices for x in cuts])
+    begins = np.concatenate([x[:-1] + i * length for i, x in enumerate(cuts)])
+    known = AttentionMask.from_cu_seqlens([*begins, num_rows * length], causal=True)
+
+    def call_of_known(q, k, v, _, known=known):
+      return jax_magi.attention(q, k, v, known, implementation="cuda")[0]
+
+    operands = *_inputs(num_rows * length, *model), jax.device_put(slices)
+    cost, error = timing.extra_cost([call_of_known, call_of_traced], *operands)
+    row = {"head_dim": model[0], "length": length, "mask": f"{num_rows} x {num_documents}"}
+    rows.append(row | {"traced_cost": cost, "standard_error": error})
+    print(f"  {model[0]:4} {length:6} {row['mask']:14} {_percent(cost, error)}", flush=True)
   return rows
 
 

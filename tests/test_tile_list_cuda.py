@@ -11,8 +11,17 @@ import pytest
 import jax_magi
 from benchmarks.stand_in import start_stand_in
 from jax_magi import AttentionMask
+from jax_magi._src.native.attention import list_tiles
 from tests.accuracy import check_attention, make_inputs
-from tests.list_calls import forged_list, forward_with_list, list_of, needs_of
+from tests.list_calls import (
+  HEADER_WORDS,
+  TILE_WORDS,
+  forged_list,
+  forward_with_list,
+  list_of,
+  needs_of,
+)
+from tests.needs import hopper_needs
 
 pytestmark = pytest.mark.gpu
 
@@ -81,11 +90,48 @@ def test_wild_slices_are_clipped():
   np.testing.assert_array_equal(_traced(300, wild), _traced(300, full))
 
 
-def test_traced_masks_beyond_the_limit_of_cuts():
-  """600 documents have 1,201 rows where a tile might begin: none is cut."""
-  mask = AttentionMask.from_cu_seqlens(np.arange(0, 3001, 5), causal=True)
+@pytest.mark.parametrize("num_documents", [600, 1500])
+def test_traced_masks_with_many_cuts(num_documents):
+  """A thread has several of 1,201 rows where a tile might begin; of 3,001 rows none is cut."""
+  ends = np.sort(np.random.default_rng(1).permutation(np.arange(1, 3000))[: num_documents - 1])
+  mask = AttentionMask.from_cu_seqlens([0, *ends, 3000], causal=True)
   inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, 3000, 3000, 4, 2, 64, 64)
   check_attention(inputs, mask, "cuda", is_mask_known=False)
+
+
+def _device_list(slices, length, *, is_backward):
+  """The tiles [batch, begin, num_rows, num_blocks] that the device makes of `[batch, n, 6]`."""
+  mask = AttentionMask.full(length)
+  needs = hopper_needs(
+    mask,
+    is_backward=is_backward,
+    batch=len(slices),
+    static_slices=None,
+    slices_shape=slices.shape,
+  )
+
+  @jax.jit
+  def call(slices):
+    return list_tiles(jnp.zeros(0, np.int32), slices, needs, length, length)
+
+  words = np.asarray(call(slices))
+  tiles = words[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: words[0]]
+  return tiles[:, :4]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_lists_of_many_batch_rows_are_those_of_each(is_backward):
+  """24 rows of 60 slices have 2,904 candidates for cuts, and one has 121."""
+  rng, length = np.random.default_rng(0), 4096
+  cuts = [np.sort(rng.choice(np.arange(1, length), 59, replace=False)) for _ in range(24)]
+  masks = [AttentionMask.from_cu_seqlens([0, *x, length], causal=True) for x in cuts]
+  slices = np.stack([mask.slices for mask in masks])
+  tiles = _device_list(slices, length, is_backward=is_backward)
+  assert (np.diff(tiles[:, 3]) <= 0).all(), "the heaviest first"
+  for i, one in enumerate(slices):
+    expected = _device_list(one[None], length, is_backward=is_backward)
+    found = tiles[tiles[:, 0] == i]
+    assert sorted(map(tuple, found[:, 1:])) == sorted(map(tuple, expected[:, 1:]))
 
 
 def test_failed_launch_does_not_fail_the_next_call():

@@ -6,62 +6,95 @@
 namespace jax_magi::cuda {
 namespace {
 
-// Makes the sorted list of segments and returns their number. Each thread handles one candidate;
-// `rows` and `kept` are scratch.
-__device__ int MakeSegments(const CutArgs& args, Segment* segments, int* rows, int* kept) {
-  const int per_batch = args.candidates_per_list.divisor;
-  const int num_candidates = args.num_lists * per_batch;
+// The sum over the threads before this one, and over all. `sums` holds an element per warp.
+template <int kThreads>
+__device__ int SumBefore(int x, int* sums, int* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sum = SumUpToLane(x);
+  __syncthreads();  // All threads have read the sums of an earlier call.
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  int before = 0;  // Sum over the warps before this one.
+  *total = 0;
+  for (int i = 0; i < kThreads / 32; ++i) {
+    if (i == warp) before = *total;
+    *total += sums[i];
+  }
+  return before + sum - x;
+}
+
+// Memory for cutting rows, an element of each per candidate.
+struct CutScratch {
+  int *rows, *places;
+  Segment* segments;
+};
+
+// Whether rows are cut at candidate `i`. Its list begins at candidate `first`.
+__device__ bool IsKept(const int* rows, int i, int first, int per_list) {
+  const int row = rows[i];
+  if (i == first) return true;
+  if (row <= 0) return false;
+  int previous = 0;  // The candidate row before this one.
+  for (int j = first; j < first + per_list; ++j) {
+    const int other = rows[j];
+    if (other < row) previous = Max(previous, other);
+    if (other == row && j < i) return false;  // A duplicate.
+  }
+  return IsCutKept(previous, row);
+}
+
+// Makes the sorted list of segments and returns their number.
+template <int kThreads>
+__device__ int MakeSegments(const CutArgs& args, const CutScratch& scratch, int* sums) {
+  const auto [rows, places, segments] = scratch;
+  const int per_list = args.candidates_per_list.divisor;
+  const int num_candidates = args.num_lists * per_list;
   const int thread = threadIdx.x;
-  const int batch = args.candidates_per_list.Divide(thread);
-  const int first = batch * per_batch;  // The first candidate of this batch element.
-  const int index = thread - first;
-  const bool is_candidate = thread < num_candidates;
-  if (is_candidate) {
-    rows[thread] = CutRow(args, args.list(batch), index);
+  for (int i = thread; i < num_candidates; i += kThreads) {
+    const int batch = args.candidates_per_list.Divide(i);
+    rows[i] = CutRow(args, args.list(batch), i - batch * per_list);
   }
   __syncthreads();
 
-  const int row = is_candidate ? rows[thread] : 0;
-  bool is_kept = is_candidate && (index == 0 || row > 0);
-  int previous = 0;  // The candidate row before this one.
-  for (int i = 0; is_kept && index > 0 && i < per_batch; ++i) {
-    const int other = rows[first + i];
-    if (other < row) previous = Max(previous, other);
-    if (other == row && i < index) is_kept = false;  // A duplicate.
+  // The place of a kept candidate among all that are kept; -1 for others.
+  int num_segments = 0;
+  for (int begin = 0; begin < num_candidates; begin += kThreads) {
+    const int i = begin + thread;
+    const int first = args.candidates_per_list.Divide(i) * per_list;
+    const bool is_kept = i < num_candidates && IsKept(rows, i, first, per_list);
+    int total;
+    const int before = SumBefore<kThreads>(is_kept, sums, &total);
+    if (i < num_candidates) places[i] = is_kept ? num_segments + before : -1;
+    num_segments += total;
   }
-  if (index > 0 && !IsCutKept(previous, row)) is_kept = false;
-  kept[thread] = is_kept;
-  const int num_segments = __syncthreads_count(is_kept);
+  __syncthreads();
 
-  int rank = 0, next = args.num_rows, first_tile = 0;
-  if (is_kept) {
-    for (int i = 0; i < num_candidates; ++i) {
-      if (!kept[i]) continue;
-      const bool is_same = i >= first && i < first + per_batch;
-      if (i < first || (is_same && rows[i] < row)) ++rank;
-      if (is_same && rows[i] > row) next = Min(next, rows[i]);
+  for (int i = thread; i < num_candidates; i += kThreads) {
+    if (places[i] < 0) continue;
+    const int batch = args.candidates_per_list.Divide(i), first = batch * per_list;
+    const int row = rows[i];
+    // The first candidate of a list is kept, and sorted before the list's others.
+    int rank = places[first], next = args.num_rows;
+    for (int j = first; j < first + per_list; ++j) {
+      if (places[j] < 0) continue;
+      if (rows[j] < row) ++rank;
+      if (rows[j] > row) next = Min(next, rows[j]);
     }
     segments[rank] = {batch, row, next, 0, args.tile_rows.CeilDivide(next - row)};
   }
   __syncthreads();
-  if (is_kept) {
-    for (int i = 0; i < rank; ++i) first_tile += segments[i].num_tiles;
+
+  int num_tiles = 0;
+  for (int begin = 0; begin < num_segments; begin += kThreads) {
+    const int i = begin + thread;
+    int total;
+    const int before =
+        SumBefore<kThreads>(i < num_segments ? segments[i].num_tiles : 0, sums, &total);
+    if (i < num_segments) segments[i].first_tile = num_tiles + before;
+    num_tiles += total;
   }
   __syncthreads();
-  if (is_kept) segments[rank].first_tile = first_tile;
-  __syncthreads();
   return num_segments;
-}
-
-// The sum over the threads before this one. `scratch` holds 32 elements.
-__device__ int SumBefore(int x, int* scratch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int sum = SumUpToLane(x);
-  if (lane == 31) scratch[warp] = sum;
-  __syncthreads();
-  int before = 0;  // Sum over the warps before this one.
-  for (int i = 0; i < warp; ++i) before += scratch[i];
-  return before + sum - x;
 }
 
 // The sort key: tiles with most blocks first; all tiles of kNumBins - 1 blocks or more share the
@@ -90,22 +123,52 @@ __global__ void ResetKernel(ListCheck check, WorkCounter* counter, int num_part_
   }
 }
 
-// One CTA cuts rows into tiles, then sorts them with a counting sort, one bin per thread.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
+// How many candidates there are.
+enum class Candidates {
+  kFew,      // At most one per thread: what is known of them is in shared memory.
+  kMany,     // It is in the memory of the list.
+  kTooMany,  // It would take too long: every slice list becomes a single segment.
+};
+
+// A candidate is compared with all of its list, twice. With 1,024 threads, each makes at most
+// 16,384 comparisons.
+Candidates CandidatesOf(const CutArgs& args, int num_threads) {
+  constexpr int64_t kMostComparisons = 8 << 20;
+  const int64_t count = args.num_candidates(), per_list = args.candidates_per_list.divisor;
+  if (count <= num_threads) return Candidates::kFew;
+  // The memory of the list has a tile, which is larger, for each candidate if there are any rows.
+  const bool fits = count <= kMostComparisons && count * per_list <= kMostComparisons;
+  return fits && args.num_rows > 0 ? Candidates::kMany : Candidates::kTooMany;
+}
+
+// One CTA cuts rows into tiles, then sorts them with a counting sort, one bin per thread. For more
+// than one CTA per SM, ptxas would spill registers.
+template <int kThreads, Candidates kCandidates>
+__global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
     TileListKernel(CutArgs args, ListKey key, TileList* list, Tile* unsorted) {
-  __shared__ int bins[kThreads], rows[kThreads];
-  __shared__ Segment segments[kThreads];
+  constexpr bool kIsCut = kCandidates != Candidates::kTooMany;
+  __shared__ int bins[kThreads], sums[kThreads / 32];
   const int thread = threadIdx.x;
   LetKernelsOverlap();
 
-  // With too many candidates, every slice list becomes a single segment.
-  const bool is_cut = args.num_candidates() <= kThreads;
+  CutScratch scratch;
+  if constexpr (kCandidates == Candidates::kFew) {
+    __shared__ int rows[kThreads];
+    __shared__ Segment segments[kThreads];
+    scratch = {rows, bins, segments};
+  } else {
+    // Tiles are stored there when they are sorted.
+    static_assert(sizeof(Segment) + 2 * sizeof(int) <= sizeof(Tile), "a candidate takes a tile's");
+    auto* segments = reinterpret_cast<Segment*>(list->tiles());
+    auto* rows = reinterpret_cast<int*>(segments + args.num_candidates());
+    scratch = {rows, rows + args.num_candidates(), segments};
+  }
+  const Segment* segments = scratch.segments;
   int num_segments = 0;
   const int tiles_per_list = args.tile_rows.CeilDivide(args.num_rows);
   int num_tiles = args.num_lists * tiles_per_list;
-  if (is_cut) {
-    num_segments = MakeSegments(args, segments, rows, bins);
+  if (kIsCut) {
+    num_segments = MakeSegments<kThreads>(args, scratch, sums);
     const Segment& last = segments[num_segments - 1];
     num_tiles = last.first_tile + last.num_tiles;
   }
@@ -119,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
 
   const auto make_tile = [&](int i) {
     Segment segment;
-    if (is_cut) {
+    if (kIsCut) {
       int low = 0;  // The last segment that begins at or before this tile.
       for (int high = num_segments; high - low > 1;) {
         const int middle = (low + high) / 2;
@@ -134,17 +197,14 @@ __global__ void __launch_bounds__(kThreads)
     atomicAdd(&bins[BinOf<kThreads>(tile)], 1);
     return tile;
   };
-#if __CUDA_ARCH__ >= 900
-  constexpr int kFirst = kThreads;  // A thread's first tile stays in registers.
-#else
-  constexpr int kFirst = 0;  // For older GPUs, ptxas would spill it.
-#endif
-  for (int i = thread + kFirst; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
+  for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
+  // A thread's first tile stays in registers.
   Tile own{};
-  if (kFirst > 0 && thread < num_tiles) own = make_tile(thread);
+  if (thread < num_tiles) own = make_tile(thread);
   __syncthreads();
   const int count = bins[thread];
-  const int before = SumBefore(count, rows);
+  int total;
+  const int before = SumBefore<kThreads>(count, sums, &total);
   bins[thread] = before;  // The position of the bin's first tile.
   for (int i = 0; i < kNumThresholds; ++i) {
     static_assert(ThresholdBlocks(0) < kThreads, "the first bin has tiles of any number of blocks");
@@ -156,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
   // warps take turns.
   for (int i = thread; i - thread < num_tiles; i += kThreads) {
     const bool is_tile = i < num_tiles;
-    Tile tile = i < kFirst || !is_tile ? own : unsorted[i];
+    Tile tile = i < kThreads || !is_tile ? own : unsorted[i];
     const int bin = is_tile ? BinOf<kThreads>(tile) : -1;
     const unsigned same = __match_any_sync(~0u, bin);
     const unsigned before = same & ((1u << thread % 32) - 1);
@@ -180,7 +240,20 @@ Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Sli
   constexpr int kFew = 128, kMany = 1024;
   const bool is_small = args.num_candidates() <= kFew && MaxTiles(shape, tiling) <= kFew &&
                         CeilDiv(args.num_columns, tiling.num_columns) < kFew;
-  const auto kernel = is_small ? TileListKernel<kFew> : TileListKernel<kMany>;
+  auto kernel = TileListKernel<kFew, Candidates::kFew>;
+  if (!is_small) {
+    switch (CandidatesOf(args, kMany)) {
+      case Candidates::kFew:
+        kernel = TileListKernel<kMany, Candidates::kFew>;
+        break;
+      case Candidates::kMany:
+        kernel = TileListKernel<kMany, Candidates::kMany>;
+        break;
+      case Candidates::kTooMany:
+        kernel = TileListKernel<kMany, Candidates::kTooMany>;
+        break;
+    }
+  }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args,
                                             KeyOf(shape, tiling), list,
                                             list->tiles() + MaxTiles(shape, tiling)));
