@@ -85,7 +85,8 @@ def simulate(mask: AttentionMask, *, ordered: bool, in_turn: int, num_parts: int
   )
   # In any order, too, the tiles of one: clusters would have others.
   options = {"softcap": 0.0, "is_backward": True, "deterministic": True}
-  _, plan = native.plan_tiles(CUDA, {"q": q, "k": k, "v": k}, [slices], **options)
+  backend = CUDA.for_attention(q, k)
+  _, plan = native.plan_tiles(backend, {"q": q, "k": k, "v": k}, [slices], **options)
   tiles = np.frombuffer(plan.tile_list, np.int32)[16:].reshape(-1, 8)  # Behind the header.
   num_packs, per_pack = _KV_HEADS * num_parts, _HEADS // (_KV_HEADS * num_parts)
   # For each head, of both parts of each unit.

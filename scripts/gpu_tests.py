@@ -56,6 +56,8 @@ CASES = (  # Names in tests/sanitizer_cases.py, or beginnings of several: one of
 )
 # In the output of a process that died: frames of pytest itself, and a long list of modules.
 NOISE = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
+# Environment variables that choose kernels: results are kept apart. See CONTRIBUTING.md.
+KERNELS = ("JAX_MAGI_TEST_ARCHITECTURE", "JAX_MAGI_SHARED_MEMORY_KB")
 UNSUPPORTED = "Device not supported"  # What compute-sanitizer says on some virtual machines.
 PROBE = """
 import json, jax, jax_magi
@@ -337,10 +339,12 @@ def main() -> int:
     return 2
   path = ROOT / "build" / "gpu_tests" / "results.jsonl"
   path.parent.mkdir(parents=True, exist_ok=True)
-  results = Results(path, digest_of(ROOT, left_out, jax_version), str(time.time_ns()))
+  kernels = [f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ]
+  build = digest_of(ROOT, left_out, jax_version, *kernels)
+  results = Results(path, build, str(time.time_ns()))
   if options.again:
     path.unlink(missing_ok=True)
-  print(f"{gpus[0]}, JAX {jax_version}, {package} (build {results.build})")
+  print(", ".join([gpus[0], f"JAX {jax_version}", f"{package} (build {results.build})", *kernels]))
   program = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
   tests = [test for test in collect(ROOT, "-m", "gpu") if options.only in test]
   sanitizers = [job for job in sanitizer_jobs(program) if options.only in job.tests[0]]

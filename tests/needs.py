@@ -70,6 +70,6 @@ def with_gpus(monkeypatch, capabilities, architectures=("sm90",)):
     variants=lambda: variants,
     shared_memory_of=lambda compute_capability: sizes.get(compute_capability, 99) << 10,
   )
-  backend = dataclasses.replace(BACKENDS["cuda"], module=module)
+  backend = dataclasses.replace(CUDA, module=module)
   monkeypatch.setitem(BACKENDS, "cuda", backend)
   return backend

@@ -26,6 +26,7 @@ import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import check_attention, make_inputs
 from tests.list_calls import forged_list, forward_with_list
+from tests.machine import choose_architecture
 from tests.needs import forward_in_clusters
 from tests.softmax_cases import SoftmaxCase, check_softmax
 from tests.stages import check_stages, mask_of_weights
@@ -179,6 +180,7 @@ def _cases():
 
 
 def main() -> None:
+  choose_architecture()
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--only", default="", help="run the cases whose name contains this")
   arguments = parser.parse_args()
