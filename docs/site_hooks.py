@@ -10,6 +10,7 @@ is replaced: mermaid.js comes from the mermaidx package, and docs/javascripts ha
 
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -17,6 +18,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 MERMAID, SEARCH = "javascripts/mermaid.js", "javascripts/file_search.js"
 SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
+SETUP = re.compile(r"^<!-- setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/*", "examples/*.py")
 
 
@@ -41,12 +43,19 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """Moves links: docs/ is the site's root."""
+  """Folds out the code that examples need first, and moves links: docs/ is the site's root."""
+  markdown = SETUP.sub(_fold, markdown)
   source = Path(page.file.abs_src_path)
   if source.is_relative_to(ROOT / "docs"):
     up = "../" * len(source.parent.relative_to(ROOT / "docs").parts)
     return re.sub(rf"\]\({up}\.\./", f"]({up}", markdown)
   return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
+
+
+def _fold(comment):
+  """A block that readers can unfold, in the place of a comment with code."""
+  code = textwrap.indent(f"```python\n{comment[1]}```\n", "    ")
+  return f'??? note "Setup of this example"\n\n{code}'
 
 
 def on_post_page(output, page, config):

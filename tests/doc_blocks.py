@@ -1,7 +1,8 @@
 """The code in a page of the documentation.
 
 Every block of Python is run, in order, in one namespace for the page. What a reader does not need
-to see stands before a block in a comment of the page, and is run as well:
+to see stands before a block in a comment of the page, and is run as well. The site has it as a
+folded block:
 
 <!-- setup
 q = jnp.zeros((8, 2, 16))

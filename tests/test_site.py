@@ -95,6 +95,9 @@ def test_page(browser, site, name):
   num_diagrams = _source_of(name).read_text().count("```mermaid")
   browser.evaluate("document.querySelectorAll('pre.mermaid').forEach(x => x.scrollIntoView())")
   assert browser.wait_for(f"{_DRAWN} == {num_diagrams}"), "diagrams that are not drawn"
+  num_setups = _source_of(name).read_text().count("\n<!-- setup\n")
+  assert browser.evaluate("document.querySelectorAll('.md-content details').length") == num_setups
+  browser.evaluate("document.querySelectorAll('details').forEach(x => x.open = true)")
   assert browser.evaluate(_BROKEN_IMAGES) == []
   assert browser.evaluate(_OVERFLOWING) == []
   assert browser.evaluate(_TABLES_THAT_DO_NOT_SCROLL) == []
