@@ -15,14 +15,14 @@ from jax_magi._src.masks.mask import AttentionMask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttnForwardMeta:
-  """What the kernel knows besides the output.
+  """The statistics of attention that the kernel returns next to the output.
 
   Attributes:
-    lse: float32 `[q_len, num_q_heads]`, the natural log of each row's softmax denominator, sink
-      included; -inf for a row that sees nothing. Differentiable.
+    lse: float32 `[q_len, num_q_heads]`, the natural logarithm of the softmax denominator of each
+      row, including the sink. It is -inf for fully masked rows, and differentiable.
     max_logits: float32 `[num_q_heads]`, the largest `softmax_scale * q.k` over visible pairs, with
-      bias and ALiBi, before softcap and without sink; -inf for a head with no pair. No gradient.
-      None unless asked for.
+      bias and ALiBi, before softcap and without sink. It is -inf for a head without visible pairs,
+      and has no gradient. None unless `return_max_logits=True`.
   """
 
   lse: jax.Array
@@ -52,32 +52,32 @@ def attention(
     q: `[q_len, num_q_heads, head_dim]`, float32 (CPU), bfloat16 or float16.
     k: `[k_len, num_kv_heads, head_dim]`. Query heads `g*G .. g*G+G-1` use kv head g.
     v: `[k_len, num_kv_heads, value_dim]`.
-    mask: which keys each query sees. A traced mask is not checked for slices that overlap.
-    softmax_scale: static; None is `head_dim ** -0.5`.
-    softcap: c > 0 turns each scaled logit s into `c * tanh(s / c)`; 0 is off.
-    sink: float32, bfloat16 or float16 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits that
-      take part in every row's softmax, in float32, and carry no value. Differentiable.
-    bias: broadcastable to `[num_q_heads, q_len, k_len]`, float32, bfloat16 or float16: added to
-      the scaled logits of visible pairs, before softcap. It is read as it is wherever heads or
-      queries share it. -inf hides a pair. Differentiable; a gradient that nobody asks for, as
-      that of a constant, costs nothing.
-    alibi_slopes: float32 `[num_q_heads]`: `slope * (j - i)` is added likewise, for query i and key
-      j as they are counted in q and k. Differentiable.
-    return_max_logits: whether to fill `meta.max_logits`.
-    deterministic: whether gradients must be equal bit for bit from run to run. The CPU's are; on an
-      H200 this makes the backward pass 0-16% slower, depending on the mask.
-    sm_margin: streaming multiprocessors to leave free, on a GPU.
+    mask: the keys that each query sees. A traced mask is not checked for slices that overlap.
+    softmax_scale: static. None means `head_dim ** -0.5`.
+    softcap: c > 0 turns each scaled logit s into `c * tanh(s / c)`. 0 turns it off.
+    sink: float32, bfloat16 or float16 `[num_q_heads]` or `[num_sink, num_q_heads]`: logits in the
+      softmax of every row that have no value. Differentiable.
+    bias: broadcastable to `[num_q_heads, q_len, k_len]`, float32, bfloat16 or float16. It is added
+      to the scaled logits of visible pairs, before softcap, and is never copied to the shape that
+      it broadcasts to. -inf hides a pair. Differentiable; a gradient that you do not request is
+      not computed.
+    alibi_slopes: float32 `[num_q_heads]`. For query i and key j, `slope * (j - i)` is added to the
+      logit, where i and j are indices into q and k. Differentiable.
+    return_max_logits: whether to return `meta.max_logits`.
+    deterministic: whether gradients must be bitwise equal from run to run. On CPUs they always are.
+      On an H200, the backward pass is 0-16% slower, depending on the mask.
+    sm_margin: the number of streaming multiprocessors of a GPU to leave free.
     checkpoint_names: names of out and lse for `jax.checkpoint` policies, in place of
       `CHECKPOINT_NAMES`: a pair, or one name for both. With the name under which a trainer's policy
       saves attention, no forward kernel runs twice.
-    implementation: "cpu", "cuda" or "blockwise" (plain JAX, any platform; "xla" is the same). None
-      takes the native kernel of the platform compiled for, or else "blockwise". "cuda" takes the
-      best kernels that the GPUs run; "cuda_sm90" and "cuda_sm80" name them. Second derivatives need
-      "blockwise".
+    implementation: "cpu", "cuda" or "blockwise" (plain JAX on any platform; "xla" means the same).
+      None takes the native kernel of the platform that the program is compiled for, or
+      "blockwise" where there is none. "cuda" takes the best kernels that the GPUs run; "cuda_sm90"
+      and "cuda_sm80" name them. Second derivatives need "blockwise".
 
   Returns:
-    out `[q_len, num_q_heads, value_dim]` in q's dtype, and `AttnForwardMeta`. Rows that see
-    nothing are zero.
+    out `[q_len, num_q_heads, value_dim]` in the dtype of q, and `AttnForwardMeta`. Fully masked
+    rows of out are zero.
   """
   checks.check_qkv(q, k, v)
   checks.check_mask(mask, q, k)
@@ -129,16 +129,16 @@ def flex_flash_attn_func(
   checkpoint_names: str | tuple[str, str] | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """`attention` over a mask given as pairs of ranges; all other arguments are as there.
+  """`attention` with the mask given as pairs of query and key ranges.
 
   Args:
     q: `[q_len, num_q_heads, head_dim]`.
     k: `[k_len, num_kv_heads, head_dim]`.
     v: `[k_len, num_kv_heads, value_dim]`.
     q_ranges: int32 `[n, 2]`, half open, numpy or traced.
-    k_ranges: int32 `[n, 2]`, likewise.
-    attn_type_map: int32 `[n]` of `MaskType`; None is FULL. Traced ranges cannot be checked for
-      pairs that are covered twice, whose result is not defined.
+    k_ranges: int32 `[n, 2]`, half open, numpy or traced.
+    attn_type_map: int32 `[n]` of `MaskType`; None means FULL. No two ranges may cover the same
+      pair. Known ranges are checked; for traced ones, the result would be undefined.
     softmax_scale: see `attention`.
     softcap: see `attention`.
     sink: see `attention`.

@@ -50,12 +50,12 @@ def dot_product_attention(
 ) -> Any:
   """Drop-in for `jax.nn.dot_product_attention`, with documents, softcap, sink and statistics.
 
-  As there, `is_causal` and `local_window_size` are aligned to the top left corner: query i's own
-  key is i. Rows that see nothing are zero.
+  As in `jax.nn`, `is_causal` and `local_window_size` are aligned to the top left corner: query i's
+  own key is i. Fully masked rows return zeros.
 
-  A pair of a query and a key is visible if every argument that is given shows it: `is_causal`,
-  `local_window_size`, lengths, documents and `mask`. They are combined as slices, and hidden tiles
-  cost nothing. Documents and an `AttentionMask` together are one slice for each pair of theirs.
+  A pair is visible if all arguments that you pass allow it: `is_causal`, `local_window_size`,
+  lengths, documents and `mask`. They are combined as slices, and hidden tiles cost nothing.
+  Documents together with an `AttentionMask` need one slice for each pair of document and slice.
 
   A boolean `mask` that is known when the call is traced becomes slices, too, if all heads share it
   and these are at most 64, or at most one for 8 queries. Any other is a bias of 0 and -inf in
@@ -76,10 +76,10 @@ def dot_product_attention(
     is_causal: whether to hide keys after the query.
     query_seq_lengths: int32 `[batch]`; rows past it are zero.
     key_value_seq_lengths: int32 `[batch]`; keys past it are hidden.
-    local_window_size: (left, right) keys that a query sees around its own; an int is both, None
-      is no limit.
+    local_window_size: (left, right), how many keys a query sees before and after its own. An int
+      sets both. None means no limit.
     implementation: as in `attention`.
-    return_residual: whether to return (out, lse).
+    return_residual: whether to return (out, lse), as `jax.nn` does.
     segment_ids: int `[batch, q_len]`, the number of each token's document, as in
       `AttentionMask.from_segment_ids`. Numbers that are known and negative, documents that are not
       contiguous, and more than `max_segments` of them are an error; where numbers are traced, all
@@ -92,14 +92,14 @@ def dot_product_attention(
     alibi_slopes: as in `attention`, or `[batch, num_q_heads]`.
     dropout_rate: must be 0. Attention dropout is not supported.
     return_meta: whether to return (out, meta).
-    return_max_logits: whether to fill `meta.max_logits`, `[batch, num_q_heads]`.
+    return_max_logits: whether to return `meta.max_logits`, `[batch, num_q_heads]`.
     deterministic: as in `attention`.
     sm_margin: as in `attention`.
     checkpoint_names: as in `attention`.
 
   Returns:
-    out `[batch, q_len, num_q_heads, value_dim]`; or (out, lse), or (out, meta), as asked for. lse
-    is float32 `[batch, q_len, num_q_heads]`.
+    out `[batch, q_len, num_q_heads, value_dim]`; or (out, lse) with `return_residual`; or
+    (out, meta) with `return_meta`. lse is float32 `[batch, q_len, num_q_heads]`.
   """
   if not isinstance(dropout_rate, (int, float)) or dropout_rate != 0:
     raise NotImplementedError(f"dropout_rate must be 0, got {dropout_rate!r}: {NO_DROPOUT}")

@@ -23,19 +23,18 @@ def explain_attention(
   deterministic: bool = False,
   implementation: str | None = None,
 ) -> Explanation:
-  """Which implementation the attention of such operands takes, and why. Nothing is computed.
+  """Reports which implementation a call of `attention` would take, and why. Computes nothing.
 
-  Operands may be arrays or `jax.ShapeDtypeStruct`s. The functions themselves log, once for each
-  reason and under "jax_magi", that they take the plain path although JAX's default platform has
-  kernels.
+  Operands may be arrays or `jax.ShapeDtypeStruct`s. If a call takes plain JAX although JAX's
+  default platform has kernels, `attention` itself logs that under "jax_magi", once per reason.
 
   Args:
     q: `[q_len, num_q_heads, head_dim]`, or with a leading batch.
-    k: `[k_len, num_kv_heads, head_dim]`, likewise.
-    v: `[k_len, num_kv_heads, value_dim]`, likewise.
-    bias: as in `attention`, or with a leading batch; None is none.
-    alibi_slopes: as in `attention`; None is none.
-    deterministic: as in `attention`. The gradient of the bias then counts, too.
+    k: `[k_len, num_kv_heads, head_dim]`, or with a leading batch.
+    v: `[k_len, num_kv_heads, value_dim]`, or with a leading batch.
+    bias: as in `attention`, or with a leading batch.
+    alibi_slopes: as in `attention`.
+    deterministic: as in `attention`. With True, the gradient of the bias is considered too.
     implementation: as in `attention`.
   """
   for name, x in (("q", q), ("k", k), ("v", v)):

@@ -46,11 +46,11 @@ def flax_attention_fn(
   on_max_logits: Callable[[jax.Array], Any] | None = None,
   **options: Any,
 ) -> Any:
-  """For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
+  """An `attention_fn` for `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
-  What a module's caller gives as `mask` arrives here, so an `AttentionMask` may be given there.
+  Flax passes the `mask` of a module's caller on to this function, so it may be an `AttentionMask`.
   `functools.partial(flax_attention_fn, is_causal=True, local_window_size=(1023, 0))` fixes what is
-  the same in every call. Rows that see nothing are zero; Flax's own average all values there.
+  the same in every call. Fully masked rows return zeros; Flax's own attention averages all values.
 
   Args:
     query: `[batch..., q_len, num_q_heads, head_dim]`.
@@ -59,8 +59,8 @@ def flax_attention_fn(
     bias: as in `dot_product_attention`.
     mask: as in `dot_product_attention`, or numbers, as `flax.linen.make_causal_mask` makes them:
       all but 0 are visible. With several batch axes, masks for each row may be nested lists.
-    broadcast_dropout: no matter, as there is no dropout.
-    dropout_rng: likewise.
+    broadcast_dropout: ignored, because there is no dropout.
+    dropout_rng: ignored, because there is no dropout.
     dropout_rate: must be 0, unless Flax's `deterministic` is True: attention dropout is not
       supported.
     deterministic: Flax's: whether dropout is off. It is not that of `dot_product_attention`.

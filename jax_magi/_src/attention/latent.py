@@ -22,19 +22,19 @@ def latent_attention(
   expand: Callable[[Any], tuple[jax.Array, jax.Array]],
   **options: Any,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """`attention` over keys and values that are made of latents. Use `jax.vmap` for a batch.
+  """`attention` over keys and values that `expand` computes from latents.
 
-  The backward pass makes them again, so that of a layer only q, the latents, out and lse stay in
-  memory. No kernel of the forward pass runs twice.
+  The backward pass computes them again, so a layer keeps only q, the latents, out and lse. No
+  kernel of the forward pass runs twice. Use `jax.vmap` for a batch.
 
   Args:
     q: `[q_len, num_q_heads, head_dim]`.
     latent: an array `[k_len, ...]`, or a tree of them.
-    mask: which keys each query sees.
+    mask: the keys that each query sees.
     expand: `expand(latent)` returns k `[k_len, num_kv_heads, head_dim]` and v `[k_len,
-      num_kv_heads, value_dim]`, each row made of its own row of latents alone. It may close over
-      parameters. It is called with a row that some query sees in the place of each row that none
-      sees.
+      num_kv_heads, value_dim]`. Each row depends only on the same row of latents. `expand` may
+      close over parameters. Rows that no query sees are replaced by one that is seen before
+      `expand` is called.
     **options: as in `attention`.
 
   Returns:

@@ -14,14 +14,14 @@ from jax_magi._src.softmax_lse import softmax_lse
 def merge_attention(
   outs: Sequence[jax.Array], lses: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention over the union of disjoint sets of keys, from the attention over each set.
+  """Merges attention over disjoint sets of keys into attention over all of them.
 
   Args:
-    outs: each `[q_len, num_q_heads, value_dim]`.
-    lses: each float32 `[q_len, num_q_heads]`.
+    outs: the outputs, `[q_len, num_q_heads, value_dim]` each.
+    lses: float32 `[q_len, num_q_heads]` each.
 
   Returns:
-    out in the outs' dtype, and lse.
+    out `[q_len, num_q_heads, value_dim]` in the dtype of `outs`, and lse `[q_len, num_q_heads]`.
   """
   if len(outs) != len(lses) or len(outs) == 0:
     raise ValueError(

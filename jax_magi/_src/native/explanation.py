@@ -19,15 +19,15 @@ from jax_magi._src.native.backends import (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """Which implementation a call takes, and why. `str()` of it reads well.
+  """The implementation that a call takes, and the reason. Print it to read both.
 
   Attributes:
-    operation: what is computed, in words.
+    operation: a description of the computation.
     implementation: what the call takes on JAX's default platform: "cpu", "cuda_sm90" or
       "cuda_sm80" (attention) or "cuda" (softmax) is a kernel, "blockwise" (attention) or "xla"
       (softmax) is plain JAX.
     native: the platforms that have a kernel for this call. On others, XLA compiles plain JAX.
-    notes: reasons, and what else may surprise.
+    notes: reasons and other remarks.
   """
 
   operation: str
