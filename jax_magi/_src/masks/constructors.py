@@ -32,10 +32,10 @@ Parts = tuple[np.ndarray | jax.Array, int, int]
 
 
 class MaskType(enum.IntFlag):
-  """The four classic shapes of a range pair, as bits.
+  """The mask types of a pair of ranges, as bits.
 
   CAUSAL is aligned to the bottom right corner of its rectangle, INV_CAUSAL to the top left one;
-  BI_CAUSAL is both at once.
+  BI_CAUSAL combines both.
 
       FULL      CAUSAL    INV_CAUSAL  BI_CAUSAL
       # # # #   # # . .   # # # #     # # . .

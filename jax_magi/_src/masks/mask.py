@@ -33,9 +33,9 @@ from jax_magi._src.transforms.explicit import unsplit
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AttentionMask:
-  """Which keys each query sees: a list of banded rectangles ("slices").
+  """The keys that each query sees, as a list of banded rectangles ("slices").
 
-  Pair (i, j) of query and key is visible iff some slice has
+  The pair of query i and key j is visible if and only if some slice has
 
       q_begin <= i < q_end,   k_begin <= j < k_end,   lo <= j - i <= hi.
 
@@ -43,11 +43,11 @@ class AttentionMask:
   Slices of zeros are padding and cost nothing.
 
   No pair may be covered by two slices. Slices that are known (numpy, or JAX arrays outside of jit)
-  are checked when the mask is made. Traced ones cannot be, and the result for a pair covered twice
-  is not defined.
+  are checked when the mask is made. Traced slices cannot be checked, and the result for a pair
+  that is covered twice is undefined.
 
-  Masks are equal if their lengths and slices are, in the same order; traced slices only equal
-  themselves. A mask has a hash, so that it can be a static argument of `jax.jit`.
+  Masks are equal if their lengths and slices are equal, in the same order. Traced slices only equal
+  themselves. Masks are hashable, so they can be static arguments of `jax.jit`.
 
   Attributes:
     slices: int32 `[num_slices, 6]`, each (q_begin, q_end, k_begin, k_end, lo, hi). An unbounded
@@ -81,7 +81,7 @@ class AttentionMask:
 
   @classmethod
   def causal(cls, q_len: int, k_len: int | None = None, *, align: str = "bottom_right") -> Self:
-    """Each query sees the keys up to its own, which `align` defines: see `sliding_window`."""
+    """Each query sees the keys up to its own. `align` defines that key: see `sliding_window`."""
     return cls.sliding_window(q_len, k_len, left=None, right=0, align=align)
 
   @classmethod
@@ -94,10 +94,10 @@ class AttentionMask:
     right: int | None = 0,
     align: str = "bottom_right",
   ) -> Self:
-    """Each query sees `left` keys before its own and `right` after it; None is no limit.
+    """Each query sees `left` keys before its own key and `right` keys after it.
 
-    With `align` "bottom_right", the last query's own key is the last one; with "top_left", the
-    first query's is the first one.
+    None means no limit. With `align="bottom_right"`, the last query's own key is the last key. With
+    "top_left", the first query's own key is the first key.
     """
     return cls(*constructors.sliding_window(q_len, k_len, left=left, right=right, align=align))
 
@@ -111,14 +111,14 @@ class AttentionMask:
     q_len: int | None = None,
     k_len: int | None = None,
   ) -> Self:
-    """One slice per pair of ranges.
+    """A mask with one slice for each pair of query and key ranges.
 
     Args:
       q_ranges: int `[n, 2]`, half open.
       k_ranges: int `[n, 2]`, half open.
-      attn_type_map: int `[n]` of `MaskType`; None is FULL.
-      q_len: number of queries; may be left out for known ranges (the largest end).
-      k_len: number of keys, likewise.
+      attn_type_map: int `[n]` of `MaskType`. None means FULL.
+      q_len: the number of queries. None means the largest end of known ranges.
+      k_len: the number of keys. None means the largest end of known ranges.
     """
     return cls(
       *constructors.from_ranges(q_ranges, k_ranges, attn_type_map, q_len=q_len, k_len=k_len)
@@ -126,12 +126,12 @@ class AttentionMask:
 
   @classmethod
   def from_dense(cls, dense: Any) -> Self:
-    """A mask that is given as booleans `[q_len, k_len]`, True is visible; they must be known.
+    """The slices of a boolean mask `[q_len, k_len]`, True where visible. It must not be traced.
 
-    Slices are made of the intervals of keys that rows see. What makes a slice is a run of rows
-    whose interval stays where it is, or widens, moves or narrows along the diagonal. A mask made of
-    few rectangles, triangles and bands thus has few slices; one without any order has up to one for
-    each interval of each row. It takes as long as reading the booleans a few times.
+    A slice is a run of rows whose interval of visible keys stays the same, or widens, moves or
+    narrows along the diagonal. A mask of few rectangles, triangles and bands has few slices. A mask
+    without structure has up to one slice for each interval of each row. This takes as long as
+    reading the booleans a few times.
     """
     slices, q_len, k_len = constructors.from_dense(dense)
     # Not by `cls`, which would compare each with each: they are disjoint as they were made.
@@ -151,7 +151,7 @@ class AttentionMask:
   ) -> Self:
     """Packed documents, given by cumulative lengths `[num_documents + 1]` that begin with 0.
 
-    `align` defines a query's own key where a document's queries and keys are not as many: see
+    If a document has more or fewer keys than queries, `align` defines a query's own key: see
     `sliding_window`.
     """
     return cls(
@@ -172,21 +172,21 @@ class AttentionMask:
     window: tuple[int | None, int | None] | None = None,
     align: str = "bottom_right",
   ) -> Self:
-    """Packed documents, given by each token's document number; traced ids are welcome.
+    """Packed documents, given by the document number of each token. The ids may be traced.
 
-    Tokens see the tokens of their own document. Numbers are any that are not negative, in any
-    order, but each document's tokens must be contiguous. For known ids this is checked. For
-    traced ids it is not, and documents after the first `max_segments` see nothing: a mask cannot
-    carry an error. `dot_product_attention(segment_ids=)` makes results NaN instead.
+    Tokens see the tokens of their own document. Document numbers may be any non-negative numbers in
+    any order, but the tokens of a document must be contiguous. Known ids are checked. Traced ids
+    are not, and documents after the first `max_segments` see nothing, because a mask cannot carry
+    an error. `dot_product_attention(segment_ids=)` returns NaN instead.
 
     Args:
       ids: int `[q_len]`.
-      max_segments: how many documents there may be: the number of slices (static).
-      kv_ids: int `[k_len]`, the keys' document numbers; None is `ids`.
-      padding_id: the number of padding, which sees nothing: often 0 or -1; None is none.
-      causal: keys after the query's own are hidden, inside each document.
+      max_segments: the largest number of documents, which is the number of slices (static).
+      kv_ids: int `[k_len]`, the document numbers of the keys. None means `ids`.
+      padding_id: the number of padding, which sees nothing; often 0 or -1. None means no padding.
+      causal: whether to hide keys after the query's own key, inside each document.
       window: (left, right), as in `sliding_window`, inside each document.
-      align: which is a query's own key, as in `sliding_window`, inside each document.
+      align: defines a query's own key, as in `sliding_window`, inside each document.
     """
     return cls(
       *constructors.from_segment_ids(
@@ -202,30 +202,30 @@ class AttentionMask:
 
   @classmethod
   def prefix_lm(cls, prefix_len: int, length: int) -> Self:
-    """The first `prefix_len` tokens see each other; the others see all tokens up to themselves."""
+    """The first `prefix_len` tokens see each other. Others see all tokens up to themselves."""
     return cls(*constructors.prefix_lm(prefix_len, length))
 
   @classmethod
   def block_causal(cls, block_size: int, length: int) -> Self:
-    """Tokens see all blocks up to and including their own, whole."""
+    """Tokens see all of their own block, and all blocks before it."""
     return cls(*constructors.block_causal(block_size, length))
 
   @classmethod
   def shared_question(cls, question_len: int, answer_lens: Any) -> Self:
-    """One question, then several answers that each see the question and themselves, causally."""
+    """One question, then several answers. Each answer sees the question and itself, causally."""
     return cls(*constructors.shared_question(question_len, answer_lens))
 
   @classmethod
   def prefix_tree(cls, parents: Any, lengths: Any) -> Self:
-    """Sequences that share prefixes on several levels, each prefix once: a tree of parts.
+    """Sequences that share prefixes on several levels, as a tree of parts.
 
-    Tokens see their own part up to themselves, and the parts on the way to the root. There are
-    fewest slices where a part is followed by all that goes on from it: one for each part.
+    Tokens see their own part up to themselves, and the parts on the way to the root. If each part
+    is followed by its descendants, there is only one slice for each part.
 
     Args:
-      parents: int `[num_parts]`, the part that each goes on from, which comes before it; -1 for
-        those that begin a sequence.
-      lengths: int `[num_parts]`, tokens of each part; they lie one after the other.
+      parents: int `[num_parts]`, the earlier part that each part continues, or -1 for parts that
+        begin a sequence.
+      lengths: int `[num_parts]`, the number of tokens of each part. Parts lie one after another.
     """
     return cls(*constructors.prefix_tree(parents, lengths))
 
@@ -294,9 +294,10 @@ class AttentionMask:
     q_len: int | None = None,
     k_len: int | None = None,
   ) -> AttentionMask:
-    """The mask inside a window of the score matrix, as a mask of its own.
+    """The part of the mask inside a window of the score matrix, as a new mask.
 
-    The window may reach past the mask, where nothing is visible. The number of slices stays.
+    The window may reach past the mask, where nothing is visible. The number of slices stays the
+    same.
 
     Args:
       q_begin: first query of the window. The four bounds may be traced integers.
@@ -336,7 +337,7 @@ class AttentionMask:
   # --- looking at it ---
 
   def to_dense(self) -> np.ndarray | jax.Array:
-    """bool `[q_len, k_len]`, True where visible; numpy if the slices are known."""
+    """bool `[q_len, k_len]`, True where visible. It is a NumPy array if the slices are known."""
     if not isinstance(self.slices, np.ndarray):
       rows, keys = (jnp.arange(n, dtype=np.int32) for n in (self.q_len, self.k_len))
       return visible(self.slices, rows, keys)
@@ -347,14 +348,14 @@ class AttentionMask:
     return dense
 
   def area(self) -> int | jax.Array:
-    """Number of visible pairs: an exact int for known slices, else a float32 scalar."""
+    """The number of visible pairs: an exact int if the slices are known, or a float32 scalar."""
     total = area_of(self.slices).sum()
     return int(total) if isinstance(self.slices, np.ndarray) else total
 
   def plot(self, ax: Any = None, *, title: str | None = None) -> Any:
-    """Draws the mask, one colour per slice, and returns the matplotlib axes.
+    """Draws the mask, with one colour for each slice, and returns the matplotlib axes.
 
-    Needs known slices and matplotlib (`pip install jax-magi[plot]`).
+    The slices must be known. Needs matplotlib (`pip install jax-magi[plot]`).
     """
     return plot_slices(self.slices, self.q_len, self.k_len, ax=ax, title=title)
 
