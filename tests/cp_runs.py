@@ -53,11 +53,11 @@ def _forward_and_backward(mesh, options, operands, cotangents, key):
 
 
 def run(inputs: Inputs, key, mesh, **options):
-  """Results and gradients by name, in the order of the sequence."""
+  """Results and gradients by name, in the order of the sequence; of `NATIVE`, if not told."""
   roles = {"q": "q", "k": "k", "v": "k"}
   operands = [jax_magi.dispatch(getattr(inputs, x), key, role=role) for x, role in roles.items()]
   cotangents = tuple(jax_magi.dispatch(x, key) for x in inputs.cotangents)
-  fixed = tuple(sorted(options.items()))
+  fixed = tuple(sorted(({"implementation": NATIVE} | options).items()))
   out, lse, max_logits, grads = _forward_and_backward(
     mesh, fixed, (*operands, inputs.sink), cotangents, key
   )
@@ -105,7 +105,7 @@ def check_all_masks(cp_size, **options):
     is_one_level = options["transport"] == "two_level" and is_flat
     assert key.spec.transport == ("all_to_all" if is_one_level else options["transport"])
     is_deterministic = options["overlap_degree"] in (1, (1,))
-    results = run(inputs, key, mesh, deterministic=is_deterministic, implementation=NATIVE)
+    results = run(inputs, key, mesh, deterministic=is_deterministic)
     check_results(results, inputs, mask)
 
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from tests.compilation import quick_jit
+from tests.cp_runs import NATIVE
 
 HEADS, NOPE, ROPE, VALUE, RANK = 4, 8, 4, 8, 16
 
@@ -74,6 +75,7 @@ def named(out, lse, max_logits, gradients):
 def _on_ranks(mesh, options, q, latent, params, cotangents, key):
   check_vma = dict(options).get("check_vma", True)
   given = {name: x for name, x in options if name != "check_vma"}
+  given.setdefault("implementation", NATIVE)
 
   def step(q, latent, params, key):
     return jax_magi.calc_latent_attn(

@@ -1,6 +1,6 @@
 """Calls on parts of larger arrays. Run as a program, it prints them as compiled for a GPU.
 
-python -m tests.sliced_calls NAME
+python -m tests.sliced_calls NAME...
 """
 
 import sys
@@ -54,11 +54,12 @@ CALLS = {
 }
 
 
-def main(name: str) -> None:
+def main(names: list[str]) -> None:
   mesh = Mesh(np.array(find_devices(1, 8)), ("x",), axis_types=(AxisType.Auto,))
   x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-  print(jax.jit(CALLS[name], donate_argnums=0).lower(x).compile().as_text())
+  for name in names:
+    print(jax.jit(CALLS[name], donate_argnums=0).lower(x).compile().as_text())
 
 
 if __name__ == "__main__":
-  main(sys.argv[1])
+  main(sys.argv[1:])

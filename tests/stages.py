@@ -74,6 +74,11 @@ def check_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options
   return ours
 
 
+@functools.partial(quick_jit, static_argnums=0)
+def _query_stage(config, q, k, v, slices, sink, running):
+  return ops.forward(config, q[None], k[None], v[None], slices[None], sink, running=running)
+
+
 def check_query_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options):
   """Runs a mask in calls over queries `bounds` each, none of which rounds its results again.
 
@@ -84,15 +89,11 @@ def check_query_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **o
   q, k, v, sink = inputs.operands
   sink = jnp.full((1, q.shape[1]), -jnp.inf, np.float32) if sink is None else sink[None]
 
-  @quick_jit
-  def call(slices, running):
-    return ops.forward(config, q[None], k[None], v[None], slices[None], sink, running=running)
-
   running = None
   for begin, end in bounds:
     slices = np.asarray(mask.slices).copy()
     slices[:, :2] = np.clip(slices[:, :2], begin, end)
-    before, running = running, call(slices, running)
+    before, running = running, _query_stage(config, q, k, v, slices, sink, running)
     if before is not None:
       for x, y in zip(before[:2], running[:2], strict=True):
         assert_same_bits(*(jnp.delete(z, np.arange(begin, end), axis=1) for z in (x, y)))

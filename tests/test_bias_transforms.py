@@ -62,7 +62,7 @@ _gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4))
 @pytest.mark.parametrize(("implementation", "bias"), in_turns(IMPLEMENTATIONS, ["hqk", "h1k"]))
 def test_x64_changes_nothing(implementation, bias):
   operands = (*_arrays(lead=()), _bias(bias), _slopes())
-  gradients = _gradients(functools.partial(_loss, implementation=implementation))
+  gradients = jax.jit(_gradients(functools.partial(_loss, implementation=implementation)))
   expected = gradients(*operands)
   with jax.enable_x64(True):
     got = gradients(*operands)
@@ -124,11 +124,12 @@ def test_vmap_of_vmap(implementation, inner, outer):
     return jax.vmap(mapped, (0, 0, 0, outer, None))
 
   got = jax.jit(nested(_gradients(loss)))(q, k, v, bias, slopes)
+  one = jax.jit(_gradients(loss))
   for i in range(2):
     for j in range(3):
       row = bias[i] if outer == 0 else bias
       row = row[j] if inner == 0 else row
-      expected = jax.jit(_gradients(loss))(q[i, j], k[i, j], v[i, j], row, slopes)
+      expected = one(q[i, j], k[i, j], v[i, j], row, slopes)
       assert_trees_close(jax.tree.map(lambda x, i=i, j=j: x[i, j], got), expected)
 
 

@@ -18,7 +18,7 @@ from jax_magi._src.native.backends import CUDA
 from tests.accuracy import DTYPES, check_results, expected_results, make_inputs
 from tests.cases import CASES
 from tests.compilation import quick_jit
-from tests.cp_runs import LENGTH, MASKS, NATIVE, check_all_masks, make_mesh, on_one_device, run
+from tests.cp_runs import LENGTH, MASKS, check_all_masks, make_mesh, on_one_device, run
 from tests.sizes import in_turns, name_of
 
 # Plans that are free to do so then compute each query in one stage.
@@ -38,7 +38,7 @@ def test_named_masks(case):
   cp_size, overlap_degree = _combination(CASES.index(case))
   key = magi_attn_flex_key(case.mask, cp_size=cp_size, overlap_degree=overlap_degree)
   inputs = case.make_inputs("f32")
-  results = run(inputs, key, make_mesh(cp=cp_size), **case.options, implementation=NATIVE)
+  results = run(inputs, key, make_mesh(cp=cp_size), **case.options)
   check_results(results, inputs, case.mask, **case.options)
 
 
@@ -95,7 +95,7 @@ def _check_own_programs(cp_size, **options):
   inputs = make_inputs(np.random.default_rng(0), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
   for name in ("causal", "documents", "window"):
     key = magi_attn_flex_key(MASKS[name], cp_size=cp_size, **options)
-    results = run(inputs, key, make_mesh(cp=cp_size), implementation=NATIVE)
+    results = run(inputs, key, make_mesh(cp=cp_size))
     check_results(results, inputs, MASKS[name])
 
 

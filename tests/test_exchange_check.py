@@ -39,7 +39,7 @@ def _kinds(report, transport):
 
 
 @pytest.mark.usefixtures("no_clock")
-@pytest.mark.parametrize("per_node", [1, 8])
+@pytest.mark.parametrize("per_node", [8, pytest.param(1, marks=pytest.mark.long)])
 def test_one_level_is_right(per_node):
   report = jax_magi.check_exchange(make_mesh(cp=8), ranks_per_node=per_node, **_SMALL)
   assert report.ok and report.faults == []
@@ -55,7 +55,7 @@ def test_one_level_is_right(per_node):
 
 
 @pytest.mark.usefixtures("no_clock")
-@pytest.mark.parametrize("per_node", [2, 4])
+@pytest.mark.parametrize("per_node", [4, pytest.param(2, marks=pytest.mark.long)])
 def test_two_levels_are_right(per_node):
   report = jax_magi.check_exchange(
     make_mesh(cp=8), ranks_per_node=per_node, transports=["two_level"], **_SMALL

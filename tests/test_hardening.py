@@ -176,9 +176,9 @@ def test_values_are_the_same_with_promotion(implementation):
 
 def test_vmap_of_everything_can_be_traced_without_promotion():
   operands = [jnp.stack([x, x]) for x in _operands()]
-  for implementation in (*_IMPLEMENTATIONS, None):
-    fun = functools.partial(_everything, implementation=implementation)
-    jax.eval_shape(jax.vmap(jax.grad(fun)), *operands)
+  # None traces the kernels and the plain path.
+  fun = functools.partial(_everything, implementation=None)
+  jax.eval_shape(jax.vmap(jax.grad(fun)), *operands)
 
 
 def test_traced_masks_are_the_same_with_promotion():

@@ -8,7 +8,7 @@ import pytest
 import jax_magi
 from tests.accuracy import DTYPES, check_close
 from tests.arrays import normals
-from tests.compilation import promotion, quick_jit
+from tests.compilation import jit_as_written, promotion, quick_jit
 from tests.sizes import in_turns
 
 BATCH, Q_LEN, K_LEN, DIM = 3, 36, 40, 16
@@ -83,11 +83,16 @@ def _run(attention, q, k, v, dout, bias, mask):
 
 
 def _expected(attention, arrays, bias, mask, dtype):
-  """JAX's results in a dtype, from a CPU. Operation by operation: cases share what is compiled."""
+  """JAX's results in a dtype, from a CPU."""
   on_cpu = jax.default_device(jax.devices("cpu")[0])
   with promotion(), jax.enable_x64(dtype == np.float64), on_cpu:
-    *arrays, bias = jax.tree.map(lambda x: jnp.asarray(x, dtype), (*arrays, bias))
-    return jax.tree.map(np.asarray, _run(attention, *arrays, bias, mask))
+    return _compiled(attention, arrays, bias, mask, dtype)
+
+
+def _compiled(attention, arrays, bias, mask, dtype):
+  run = jit_as_written(lambda *operands: _run(attention, *operands, mask))
+  operands = jax.tree.map(lambda x: jnp.asarray(x, dtype), (*arrays, bias))
+  return jax.tree.map(np.asarray, run(*operands))
 
 
 def _plain(attention, arrays, bias, mask, dtype):
@@ -101,12 +106,8 @@ def _plain(attention, arrays, bias, mask, dtype):
     if dtype == np.float16:  # On a CPU, we compute in float32 and round results; so does this.
       return {name: x.astype(dtype) for name, x in _expected(*operands, np.float32).items()}
     return _expected(*operands, dtype)
-  # Rounded after each operation, but compiled together: in a new process, 1 s instead of 6 s.
-  as_written = {"xla_allow_excess_precision": False}
-  run = jax.jit(lambda *operands: _run(attention, *operands, mask), compiler_options=as_written)
   with promotion():
-    *arrays, bias = jax.tree.map(lambda x: jnp.asarray(x, dtype), (*arrays, bias))
-    return jax.tree.map(np.asarray, run(*arrays, bias))
+    return _compiled(*operands, dtype)
 
 
 def _check(options, arrays, bias=None, mask=None, *, is_mask_known=False, wrap=lambda f: f):

@@ -10,7 +10,7 @@ import pytest
 import jax_magi
 from tests.accuracy import DTYPES, check_close
 from tests.arrays import normals
-from tests.compilation import promotion, quick_jit
+from tests.compilation import jit_as_written, promotion, quick_jit
 from tests.sizes import in_turns
 
 BATCH, LENGTH, DIM = 3, 40, 16
@@ -67,16 +67,14 @@ def _attention(implementation, options):
 
 
 def _expected(make, arrays):
-  """JAX's results for `make(implementation)`, in float64 and in the arrays' dtype.
-
-  Operation by operation: all cases share what is compiled.
-  """
+  """JAX's results for `make(implementation)`, in float64 and in the arrays' dtype."""
+  run = functools.partial(_run, make("xla"))
   with promotion(), jax.enable_x64(True):
-    truth = _run(make("xla"), *(jnp.asarray(x, np.float64) for x in arrays))
+    truth = jit_as_written(run)(*(jnp.asarray(x, np.float64) for x in arrays))
   if arrays[0].dtype == np.float32:  # It is not compared with the plain computation.
     return truth, truth
   with promotion():
-    return truth, _run(make("xla"), *map(jnp.asarray, arrays))
+    return truth, jit_as_written(run)(*arrays)
 
 
 def _check(make, arrays, expected=None):

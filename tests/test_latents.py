@@ -31,7 +31,7 @@ def _expected(name, **options):
 
 @pytest.mark.parametrize(
   ("overlap_degree", "transport", "ranks_per_node"),
-  in_turns([1, 0, 2, 4], ["two_level", "all_to_all", "all_gather", "ragged"], [2, 8, 4]),
+  in_turns([1, 0, 2, 4], ["two_level", "all_to_all", "all_gather", "ragged"], [2, 8, 4], every=2),
 )
 def test_every_degree_and_transport(overlap_degree, transport, ranks_per_node):
   """All masks through one compiled program; documents are packed in some of them."""
@@ -122,7 +122,11 @@ def test_rows_of_several_dtypes_travel_as_they_are():
     np.testing.assert_allclose(x, y, atol=allowed, rtol=0, err_msg=str(path))
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+  "axis_type",
+  [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.long)],
+  ids=str,
+)
 def test_whole_arrays_with_batch_and_heads(axis_type):
   """dp x cp x tp in plain jit: each device expands its own heads; a mask for each row."""
   mesh = make_mesh(axis_type, dp=2, cp=2, tp=2)
@@ -186,7 +190,9 @@ def test_whole_arrays_with_batch_and_heads(axis_type):
     np.testing.assert_allclose(np.asarray(dparams[name]), x, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(
+  "transport", ["all_to_all", pytest.param("all_gather", marks=pytest.mark.long)]
+)
 def test_layers_in_a_scan_with_checkpoint_and_vmap(transport):
   """Parameters of each layer are closed over, and differentiated through the scan."""
   masks = [MASKS["documents"], MASKS["window"]]
