@@ -19,7 +19,7 @@ def needs_of(mask):
   return hopper_needs(mask, is_backward=False, group=2, head_dim=64)
 
 
-def forward_with_list(mask, tile_list, *, tile_stamp=None):
+def forward_with_list(mask, tile_list, *, tile_stamp=None, shared_memory_kb=99):
   """out `[q_len, 4, 64]` and lse of a forward call with this list, and q, k and v."""
   rng = np.random.default_rng(0)
   q, k, v = (
@@ -46,7 +46,7 @@ def forward_with_list(mask, tile_list, *, tile_stamp=None):
       sm_margin=np.int32(0),
       tile_stamp=np.int32(needs.tile_stamp if tile_stamp is None else tile_stamp),
       architecture="sm90",
-      shared_memory_bytes=np.int32(99 << 10),
+      shared_memory_bytes=np.int32(shared_memory_kb << 10),
     )
 
   out, lse, *_ = jax.block_until_ready(call(q, k, v, jnp.asarray(tile_list)))

@@ -39,6 +39,19 @@ def test_list_of_another_tiling_is_refused():
     forward_with_list(mask, list_of(mask), tile_stamp=needs_of(mask).tile_stamp + 1)
 
 
+def test_list_for_kernels_of_another_architecture_is_refused():
+  mask = AttentionMask.causal(180)
+  others = needs_of(mask).tile_stamp + (1 << 6)  # The four bits from 6 on are the architecture.
+  with pytest.raises(jax.errors.JaxRuntimeError, match="made for the kernels for sm_80 and later"):
+    forward_with_list(mask, list_of(mask), tile_stamp=others)
+
+
+def test_program_for_a_gpu_with_more_shared_memory_is_refused():
+  mask = AttentionMask.causal(180)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="with 300 KB of shared memory; the GPU, sm_"):
+    forward_with_list(mask, list_of(mask), shared_memory_kb=300)
+
+
 def test_list_with_more_tiles_than_the_call_may_have_is_refused():
   long, short = AttentionMask.causal(4000), AttentionMask.causal(180)
   with pytest.raises(jax.errors.JaxRuntimeError, match="tile_list is of another call"):
