@@ -61,7 +61,10 @@ def forward_in_clusters():
 
 def with_gpus(monkeypatch, capabilities, architectures=("sm90",)):
   """The CUDA backend of a build for these architectures, on a machine with these GPUs."""
-  gpus = [types.SimpleNamespace(compute_capability=x, platform="gpu") for x in capabilities]
+  gpus = [
+    types.SimpleNamespace(compute_capability=x, platform="gpu", device_kind="GPU")
+    for x in capabilities
+  ]
   monkeypatch.setattr(jax, "devices", lambda platform=None: gpus)
   variants = {f"attention {name}": ["256 bfloat16", "256 float16"] for name in architectures}
   sizes = {80: 163, 86: 99, 90: 227, 120: 99}

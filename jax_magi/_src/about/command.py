@@ -73,7 +73,7 @@ def _kernels_of(name: str, backend: Backend) -> list[str]:
       lines.append(f"    attention {architecture.name} is for {architecture.devices.words}")
     lines.append(f"    softmax is for {backend.softmax_devices.words}")
     q = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.bfloat16)
-    if backend.attention_obstacle(q, q) is None:
+    if name in facts.devices() and backend.attention_obstacle(q, q) is None:
       lines.append(f"    {backend.for_attention(q, q).why_this_architecture()}")
   for what, variants in backend.module.variants().items():
     lines += _wrapped("    ", variants, f"{what}: ")

@@ -47,7 +47,7 @@ struct WideForwardTermsConfig
   static constexpr bool kHasTerms = true, kHasBiasBlocks = kHasBiasBlocks_;
   static constexpr bool kCutsKeys = false;
   static constexpr int kBlockN = 64;
-  static constexpr int kKStages = kHeadDim_ == 192 ? 3 : 2;
+  static constexpr int kKStages = kHeadDim_ + kValueDim_ <= 320 ? 3 : 2;
   static constexpr int kVStages = kKStages, kBiasStages = kKStages;
 };
 
