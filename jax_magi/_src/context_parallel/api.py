@@ -48,37 +48,38 @@ def calc_attn(
   checkpoint_names: str | tuple[str, str] | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """`attention` of a rank's queries over all keys, inside `shard_map` over `axis_name`.
+  """Attention of a rank's queries over the keys of all ranks. Call it inside `shard_map`.
 
   Args:
-    q: `[local, num_q_heads, head_dim]`, the rank's part of what `dispatch` returned.
-    k: `[local, num_kv_heads, head_dim]`, likewise.
-    v: `[local, num_kv_heads, value_dim]`, likewise.
-    key: the mask's plan, passed with `in_specs=P(axis_name)`.
+    q: `[local, num_q_heads, head_dim]`, the rank's part of dispatched queries.
+    k: `[local, num_kv_heads, head_dim]`, the rank's part of dispatched keys.
+    v: `[local, num_kv_heads, value_dim]`, the rank's part of dispatched values.
+    key: the plan of the mask, passed to `shard_map` with `in_specs=P(axis_name)`.
     axis_name: the mesh axis over which the sequence is split.
-    softmax_scale: as in `attention`; so softcap, deterministic and implementation.
-    softcap: see above.
-    sink: as in `attention`, the same on all ranks. Its gradient is the sum over them.
-    return_max_logits: whether to fill `meta.max_logits`.
-    reduce_max_logits: whether they are the maxima over all ranks. If not, they are this rank's, and
-      `jax_magi.optim.reduce_max_logits` reduces those of all layers at once.
-    keep_remote_kv: whether other ranks' keys and values stay in memory until the backward pass,
-      which otherwise fetches them anew.
-    remote_grad_dtype: in what gradients of other ranks' keys and values travel: None is float32;
-      bfloat16 (or float16) halves their bytes, and rounds each row once for each hop. Sums are
-      float32 in any case.
-    deterministic: see above.
-    sm_margin: streaming multiprocessors that kernels leave free for communication, or a pair of
-      them, forward and backward. None is what the environment says when the step is traced, in
-      MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN, or else 0.
-    kernel_barrier: whether a kernel waits, 0.1 ms at most, until the GPU has taken up the transfer
-      that it shall run beside. Then it needs no margin: it begins on the other multiprocessors.
+    softmax_scale: as in `attention`.
+    softcap: as in `attention`.
+    sink: as in `attention`, and equal on all ranks. Its gradient is the sum over ranks.
+    return_max_logits: whether to return `meta.max_logits`.
+    reduce_max_logits: whether `meta.max_logits` is the maximum over all ranks. With False, it is
+      that of this rank, and `jax_magi.optim.reduce_max_logits` can reduce all layers at once.
+    keep_remote_kv: whether keys and values of other ranks stay in memory until the backward pass.
+      With False, the backward pass fetches them again.
+    remote_grad_dtype: the dtype in which gradients of keys and values travel. None means float32.
+      bfloat16 or float16 halves the bytes, and rounds each row once for each hop. Sums are always
+      float32.
+    deterministic: as in `attention`.
+    sm_margin: the number of streaming multiprocessors that kernels leave to communication, or a
+      pair for the forward and backward pass. None takes the environment variables
+      MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN and MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN when the step
+      is traced, or 0.
+    kernel_barrier: whether a kernel waits, for at most 0.1 ms, until the GPU has started the
+      transfer that the kernel overlaps with. The kernel then needs no margin.
     checkpoint_names: as in `attention`.
-    implementation: see above.
+    implementation: as in `attention`.
 
   Returns:
-    out `[local, num_q_heads, value_dim]`, and `AttnForwardMeta` with the rank's lse and, over all
-    ranks, max_logits.
+    out `[local, num_q_heads, value_dim]`, and `AttnForwardMeta` with lse `[local, num_q_heads]`
+    and max_logits `[num_q_heads]`.
   """
   key = part_of_rank("calc_attn", key, axis_name)
   checks.check_qkv(q, k, v)
@@ -124,29 +125,28 @@ def context_parallel_attention(
   return_max_logits: bool = False,
   **options: Any,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """Attention for plain `jit`, on whole arrays: it wraps `shard_map` itself.
+  """Attention under plain `jit`, on whole arrays. It calls `shard_map` itself.
 
-  With a key, it is `calc_attn`. Without one, nothing is planned on the host: every rank gathers all
-  keys and values, and finds the slices of its queries in the compiled step. That takes one line and
-  any packing of documents; a key moves only the rows that are needed, overlaps moving them with
-  kernels, and balances work between documents.
+  With a key, this is `calc_attn`: only the needed rows move, while kernels run, and work is
+  balanced between ranks. Without a key, nothing is planned on the host: every rank gathers all keys
+  and values, and finds the slices of its queries in the compiled step.
 
   Args:
-    q: `[rows, num_q_heads, head_dim]`, or with a leading batch; rows as `dispatch` returns them, or
-      without a key, tokens in the order `order`.
+    q: `[rows, num_q_heads, head_dim]`, or with a leading batch. Rows are in the order of
+      `dispatch`; without a key, in the order `order`.
     k: `[rows, num_kv_heads, head_dim]`, or with a leading batch.
     v: `[rows, num_kv_heads, value_dim]`, or with a leading batch.
-    key: one for the whole batch, or a stack (`stack_keys`) with one for each row; None is no plan,
-      and the next six arguments are for that alone.
-    segment_ids: int `[rows]`, or with a leading batch, in the order of q: document numbers as in
-      `dot_product_attention`; None is a single document.
+    key: one plan for the whole batch, or a stack (`stack_keys`) with one for each row. None means
+      no plan. Only then, the next six arguments apply.
+    segment_ids: int `[rows]`, or with a leading batch, in the order of q: document numbers, as in
+      `dot_product_attention`. None means a single document.
     max_segments: as in `dot_product_attention`.
     padding_id: as in `dot_product_attention`.
-    causal: whether tokens see only those before them.
+    causal: whether tokens see only themselves and earlier tokens.
     window: (left, right), as in `AttentionMask.sliding_window`.
-    order: of rows over ranks: "zigzag", in which each rank has a block from the front and one from
-      the back (see `zigzag_positions`), or "contiguous".
-    mesh: has the axes named below; None is the current one.
+    order: the order of rows. In "zigzag", each rank has a block from the front of the sequence and
+      one from the back (see `zigzag_positions`). The other one is "contiguous".
+    mesh: the mesh with the axes named below. None means the current mesh.
     axis_name: the axis over which the sequence is split.
     batch_axis: the axes over which the batch is split, if it is.
     head_axis: the axes over which heads are split, if they are.
@@ -232,14 +232,15 @@ def _without_plan(
 def stack_keys(
   keys: Sequence[DistAttnKey], capacities: Capacities | None = None, *, axis: int = 1
 ) -> DistAttnKey:
-  """Keys of equal lengths side by side, for a batch.
+  """Stacks keys of equal lengths, for a batch in which each row has its own mask.
 
-  `jax.vmap(..., in_axes=axis)` takes one of them for each row.
+  `jax.vmap(..., in_axes=axis)` then takes one key for each row.
 
   Args:
-    keys: made with the same arguments, for one mask each.
-    capacities: room for all of them, and perhaps for those of other batches; None is the largest.
-    axis: of the batch. With 1, leaves are `[cp_size, batch, ...]`; with 0, `[batch, cp_size, ...]`.
+    keys: keys that were made with the same arguments, one for each mask.
+    capacities: room for all of them, or for other batches too. None means the union of theirs.
+    axis: the axis of the batch. With 1, leaves are `[cp_size, batch, ...]`; with 0,
+      `[batch, cp_size, ...]`.
   """
   if not keys:
     raise ValueError("keys must hold at least one key")

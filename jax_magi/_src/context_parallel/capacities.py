@@ -20,10 +20,10 @@ SENT, RECEIVED = range(2)
 
 @dataclasses.dataclass(frozen=True)
 class Capacities:
-  """How much a compiled step has room for. Keys of equal capacities share it.
+  """The static sizes of a key. Keys with equal capacities share a compiled step.
 
-  `a | b` has room for both, and keys are made for it with `capacities=`. Where the two travel by
-  different collectives, a mask may then need more runs than before, and making its key says so.
+  `a | b` has room for both. Pass it as `capacities=` when you make keys. If the two use different
+  collectives, a mask may need more runs than before; making its key then raises a `ValueError`.
 
   Attributes:
     slices: slices of a rank and stage.

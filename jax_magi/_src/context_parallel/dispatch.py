@@ -18,16 +18,19 @@ from jax_magi._src.transforms.explicit import resized_spec, with_auto_axes
 
 
 def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -> Any:
-  """Tokens in the order of ranks: `[length, ...]` to `[cp_size * local, ...]`, padded.
+  """Sorts tokens into the order of ranks, with padding.
 
-  Numpy stays numpy, for a data loader, as long as the key is; a JAX array may be traced, and has a
-  gradient.
+  If x and the key are NumPy arrays, as in a data loader, so is the result. A JAX array may be
+  traced, and is differentiable.
 
   Args:
-    x: tokens in the order of the sequence.
-    key: says where they go.
+    x: `[length, ...]`, in the order of the sequence.
+    key: the plan, for all ranks.
     role: "q", or "k" for keys and values of cross-attention, which have an order of their own.
-    pad_value: for rows after the last token.
+    pad_value: the value of rows after the last token.
+
+  Returns:
+    `[cp_size * local, ...]`, in the order of ranks.
   """
   chunks, length, chunk_size = _side(key, role)
   chunks = _all_ranks(chunks, key, "dispatch")
@@ -51,7 +54,16 @@ def dispatch(x: Any, key: DistAttnKey, *, role: str = "q", pad_value: Any = 0) -
 
 
 def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
-  """The inverse of `dispatch`: `[cp_size * local, ...]` to `[length, ...]`."""
+  """The inverse of `dispatch`.
+
+  Args:
+    x: `[cp_size * local, ...]`, in the order of ranks.
+    key: the plan, for all ranks.
+    role: as in `dispatch`.
+
+  Returns:
+    `[length, ...]`, in the order of the sequence, without padding.
+  """
   chunks, length, chunk_size = _side(key, role)
   chunks = _all_ranks(chunks, key, "undispatch")
   x = x if hasattr(x, "ndim") else np.asarray(x)
@@ -71,10 +83,14 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
 
 
 def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
-  """int32: each row's place in the sequence, for rotary embeddings. Those of padding lie behind it.
+  """The place of each row in the sequence, for rotary embeddings. Padding is behind the sequence.
 
-  `[cp_size * local]` for a key of all ranks, `[local]` for that of one rank: what `shard_map` makes
-  of a key that is passed to it.
+  Args:
+    key: the plan, for all ranks; or the rank's part of it, inside `shard_map`.
+    role: as in `dispatch`.
+
+  Returns:
+    int32 `[cp_size * local]`, or `[local]` inside `shard_map`.
   """
   chunks, _, chunk_size = _side(check_one_key(key), role)
   places = np.arange(chunk_size, dtype=np.int32)[None, None]
@@ -90,15 +106,15 @@ def roll(
   axis_name: str = "cp",
   role: str = "q",
 ) -> Any:
-  """`jnp.roll` along the sequence of tokens in the order of ranks; -1 gives next-token labels.
+  """`jnp.roll` along the sequence, for tokens in the order of ranks. -1 gives next-token labels.
 
   Args:
-    x: `[cp_size * local, ...]`, or `[local, ...]` inside `shard_map`, where the rows at the edges
-      of chunks come from other ranks; all rows do if the shift is more than a chunk.
-    key: says where tokens are.
+    x: `[cp_size * local, ...]`, or `[local, ...]` inside `shard_map`. There, rows at the edges of
+      chunks come from other ranks, and all rows do if the shift is more than a chunk.
+    key: the plan, for all ranks; or the rank's part of it, inside `shard_map`.
     shift: as in `jnp.roll`.
-    segment_ids: int, one for each row of x: rows that would come from another document, or from
-      the other end of the sequence, are zero. None is none.
+    segment_ids: int, one for each row of x. Rows that would come from another document, or from the
+      other end of the sequence, are zero. None means a single document that wraps around.
     axis_name: the mesh axis, inside `shard_map`.
     role: as in `dispatch`.
 

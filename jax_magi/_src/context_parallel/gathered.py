@@ -23,7 +23,7 @@ _NAMES = ("segment_ids", "segment_ids")
 
 
 def zigzag_positions(length: int, cp_size: int) -> np.ndarray:
-  """int32 `[length]`: the place in the sequence of each row, in the order "zigzag".
+  """The place of each row in the sequence, int32 `[length]`, in the order "zigzag".
 
   The sequence is cut into `2 * cp_size` blocks; rank r has block r and, counted from the back,
   block r. `x[:, zigzag_positions(...)]` brings `[batch, length]` into this order; the numbers

@@ -25,10 +25,10 @@ from jax_magi._src.masks.slices import area_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class DistAttnKey:
-  """How attention over one mask is split over the ranks of a mesh axis.
+  """The plan of a mask: how attention is split over the ranks of a mesh axis.
 
-  A pytree whose leaves all have a leading axis of `cp_size`, so that `P("cp")` fits it whole. A new
-  key with an equal `spec` compiles nothing.
+  A key is a pytree of int32 tables. All leaves have a leading axis of `cp_size`, so `P("cp")` is
+  the partition spec of the whole key. A new key with an equal `spec` does not recompile anything.
 
   Attributes:
     q_chunks: int32 `[cp_size, chunks]`, the chunks of queries that each rank holds, ascending.
@@ -59,7 +59,7 @@ class DistAttnKey:
 
   @property
   def capacities(self) -> Capacities:
-    """To pin another key's with."""
+    """The capacities, which you can pass to other keys."""
     return self.spec.capacities
 
   def dispatches(self) -> tuple[Dispatch, Dispatch]:
@@ -85,11 +85,11 @@ class DistAttnKey:
     return P(batch_axis, axis_name) if is_first else P(axis_name, batch_axis)
 
   def stats(self) -> PlanStats:
-    """Work and rows of each rank: see `PlanStats`. The key must be known."""
+    """The work and traffic of each rank: see `PlanStats`. The key must not be traced."""
     return stats_of(self.spec, self.areas(), self.slices, self.take_runs, self.pairs)
 
   def areas(self, *, is_forward: bool = False) -> np.ndarray:
-    """int64 `[cp_size, stages]`: visible pairs. The key must be known.
+    """int64 `[cp_size, stages]`: the number of visible pairs. The key must not be traced.
 
     Args:
       is_forward: whether the stages are those of the forward pass, which differ from those of the
@@ -102,10 +102,10 @@ class DistAttnKey:
     return area_of(slices).sum(axis=2)
 
   def predict(self, links: Links | None = None, *, keep_remote_kv: bool = False) -> Prediction:
-    """How long attention takes, forward and backward: see `Prediction`.
+    """Predicts the time of attention in seconds, with `forward`, `backward` and `total`.
 
     Args:
-      links: speeds; None is those of H200 nodes.
+      links: speeds of links and kernels. None means those of H200 nodes.
       keep_remote_kv: as in `calc_attn`.
     """
     links = check_links(links)
@@ -123,7 +123,7 @@ class DistAttnKey:
     )
 
   def plot(self, axes: Any = None) -> Any:
-    """Draws who owns what, the work of each rank, and what moves: three matplotlib axes."""
+    """Draws the owners of chunks, the work of ranks and the moved rows. Returns three axes."""
     return plot_plan(self.spec, self.q_chunks, self.stats(), pair_rows(self.spec, self.pairs), axes)
 
   def __repr__(self) -> str:

@@ -34,21 +34,21 @@ def calc_latent_attn(
   axis_name: str = "cp",
   **options: Any,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """`calc_attn` where ranks exchange latents, and each makes keys and values of them.
+  """`calc_attn` in which ranks exchange latents and expand them to keys and values.
 
-  Each stage fetches rows of `latent`, expands them and attends. The backward pass does so again:
-  neither keys nor values of a layer stay in memory.
+  Each stage fetches rows of `latent`, expands them and attends. The backward pass does the same
+  again, so keys and values of a layer do not stay in memory.
 
   Args:
-    q: `[local, num_q_heads, head_dim]`, the rank's part of what `dispatch` returned.
-    latent: an array `[local, ...]`, or a tree of them, the rank's part likewise. They travel as
-      they are, in one collective, whatever their dtypes. Integers, such as positions, have no
-      gradient.
-    key: the mask's plan, passed with `in_specs=P(axis_name)`.
-    expand: `expand(rows)` returns k `[n, num_kv_heads, head_dim]` and v `[n, num_kv_heads,
-      value_dim]` of any n rows of `latent`, each made of its own row alone. It is differentiable,
-      and may close over parameters, which have gradients, too. It is called with a row that some
-      query sees in the place of each row that none sees.
+    q: `[local, num_q_heads, head_dim]`, the rank's part of dispatched queries.
+    latent: an array `[local, ...]` or a tree of arrays, the rank's part of dispatched latents. All
+      arrays travel unchanged in one collective, whatever their dtypes. Integers, such as positions,
+      have no gradient.
+    key: the plan of the mask, passed to `shard_map` with `in_specs=P(axis_name)`.
+    expand: for any n rows of `latent`, `expand(rows)` returns k `[n, num_kv_heads, head_dim]` and v
+      `[n, num_kv_heads, value_dim]`. Each row depends only on the same row of `rows`. `expand` must
+      be differentiable, and may close over parameters, which have gradients. Rows that no query
+      sees are replaced by one that is seen before `expand` is called.
     axis_name: the mesh axis over which the sequence is split.
     **options: as in `calc_attn`. With `keep_remote_kv=True`, other ranks' latents stay in memory
       until the backward pass.
@@ -120,17 +120,17 @@ def context_parallel_latent_attention(
   return_max_logits: bool = False,
   **options: Any,
 ) -> tuple[jax.Array, AttnForwardMeta]:
-  """`calc_latent_attn` for plain `jit`, on whole arrays: it wraps `shard_map` itself.
+  """`calc_latent_attn` under plain `jit`, on whole arrays. It calls `shard_map` itself.
 
   Args:
     q: `[cp_size * local, num_q_heads, head_dim]` as `dispatch` returns it, or with a leading batch.
     latent: an array `[cp_size * local, ...]`, or a tree of them, with a batch if q has one.
-    key: one for the whole batch, or a stack (`stack_keys`) with one for each row.
-    expand: as in `calc_latent_attn`; with `params`, it is `expand(rows, params)`.
-    params: a tree of arrays. What `expand` closes over is the same on all devices; where it needs
-      the parameters of a device's own heads, they are to be given here.
-    param_specs: a tree of PartitionSpecs, or one for all; None is `P()`, all of them everywhere.
-    mesh: has the axes named below; None is the current one.
+    key: one plan for the whole batch, or a stack (`stack_keys`) with one for each row.
+    expand: as in `calc_latent_attn`. With `params`, it is called as `expand(rows, params)`.
+    params: a tree of arrays for `expand`. Use it if heads are split, and each device needs the
+      parameters of its own heads. What `expand` closes over is the same on all devices.
+    param_specs: a tree of PartitionSpecs for `params`, or one for all. None means `P()`.
+    mesh: the mesh with the axes named below. None means the current mesh.
     axis_name: the axis over which the sequence is split.
     batch_axis: the axes over which the batch is split, if it is.
     head_axis: the axes over which heads of q are split, if they are. Latents are not.

@@ -20,22 +20,20 @@ _RATE = 550e12
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-  """What a plan's transfers and kernels are taken to cost.
+  """Speeds of links and kernels, by which the planner weighs balance against communication.
 
-  The defaults are of H200s, eight to a node, each with a NIC of 400 Gbit/s, and of a model with 48
-  query heads over 8 kv heads of 128 in 16 bit. A plan needs only their proportions, and those
-  roughly.
+  The defaults describe nodes of eight H200s, each with a NIC of 400 Gbit/s, and a 16-bit model with
+  48 query heads and 8 kv heads of dim 128. Only the rough proportions matter to a plan.
 
   Attributes:
-    near: bytes a second that a GPU sends, and receives, inside its node.
-    far: the same between nodes.
-    latency: seconds that each collective adds to the time of its bytes.
-    row_bytes: of the keys and values of a token, as they travel.
-    grad_row_bytes: of their gradients.
-    pair_seconds: of a query and a key that it sees, all heads, forward and backward.
-    stage_seconds: what each call of a kernel adds, forward and backward: its launch and last tiles.
-    merge_seconds: what each call of the forward kernel adds where its results are merged with those
-      of other calls, instead of computing each query in one call.
+    near: bytes per second that a GPU sends and receives inside its node.
+    far: bytes per second that a GPU sends and receives between nodes.
+    latency: seconds that each collective takes in addition to its bytes.
+    row_bytes: bytes of the keys and values of a token.
+    grad_row_bytes: bytes of the gradients of the keys and values of a token.
+    pair_seconds: time of one visible pair, with all heads, forward and backward.
+    stage_seconds: time that each kernel call adds, forward and backward: launch and last tiles.
+    merge_seconds: time that each forward call adds if its results are merged with other calls.
   """
 
   near: float = 450e9
@@ -59,7 +57,7 @@ class Links:
         raise ValueError(f"{name} must not be negative, got {seconds}")
 
   def for_rows(self, rows: Any, *, remote_grad_dtype: Any = None) -> Links:
-    """The same links, for rows of these arrays: what travels of a token in `calc_latent_attn`.
+    """The same speeds for rows of other arrays, such as the latents of `calc_latent_attn`.
 
         links = Links().for_rows(latent).for_heads(64, 192, 128)
         key = magi_attn_flex_key(..., links=links)
@@ -78,12 +76,12 @@ class Links:
     return dataclasses.replace(self, row_bytes=row_bytes, grad_row_bytes=grad_width * grad_bytes)
 
   def for_heads(self, num_q_heads: int, head_dim: int, value_dim: int | None = None) -> Links:
-    """The same links, for attention with these heads: `pair_seconds` at the rate of an H200.
+    """The same speeds for attention with other heads, computed at the rate of an H200.
 
     Args:
-      num_q_heads: query heads of a device.
-      head_dim: of queries and keys.
-      value_dim: of values; None is `head_dim`.
+      num_q_heads: the number of query heads of a device.
+      head_dim: the head dim of queries and keys.
+      value_dim: the head dim of values. None means `head_dim`.
     """
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"num_q_heads": num_q_heads, "head_dim": head_dim, "value_dim": value_dim}

@@ -41,38 +41,40 @@ def magi_attn_flex_key(
   ranks_per_node: int | None = None,
   links: Links | None = None,
 ) -> DistAttnKey:
-  """Plans attention over a mask on `cp_size` ranks. Numpy on the host; equal on every process.
+  """Plans attention over a mask on `cp_size` ranks, in NumPy on the host.
+
+  Every process computes the same plan, without communication.
 
   Args:
-    q_ranges: int `[n, 2]`, half open, as in `flex_flash_attn_func`; or an `AttentionMask`, and then
-      neither of the next two.
-    k_ranges: int `[n, 2]`, likewise.
-    attn_type_map: int `[n]` of `MaskType`; None is FULL.
-    total_seqlen: number of tokens; may be left out (the largest end).
-    total_seqlen_k: number of keys, in cross-attention.
-    cp_size: number of ranks: the size of the mesh axis.
-    chunk_size: tokens that stay together; None is a power of two that gives each rank 32 chunks or
-      more, of 128 tokens or more where the sequence is long enough.
-    overlap_degree: into how many transfers, each with a call of the kernel, the keys of other ranks
-      are split; the call over a rank's own keys needs none. 0 is one transfer and one call. Several
-      numbers, or "auto", which is (0, 1, 2, 4), let the planner choose the one that is predicted to
+    q_ranges: int `[n, 2]`, half open, as in `flex_flash_attn_func`; or an `AttentionMask`, without
+      the next two arguments.
+    k_ranges: int `[n, 2]`, half open.
+    attn_type_map: int `[n]` of `MaskType`. None means FULL.
+    total_seqlen: the number of tokens. None means the largest end.
+    total_seqlen_k: the number of keys, in cross-attention.
+    cp_size: the number of ranks, which is the size of the mesh axis.
+    chunk_size: the number of tokens that stay together. None means a power of two that gives each
+      rank at least 32 chunks, of at least 128 tokens if the sequence is long enough.
+    overlap_degree: the number of transfers in which keys of other ranks arrive. Each has its own
+      kernel call, after the call over the rank's own keys. 0 means one transfer and one call. With
+      several numbers, or "auto" for (0, 1, 2, 4), the planner takes the one that is predicted to
       finish first. It then also chooses the order of kernels and transfers, and whether the forward
-      pass merges stages or computes each query in one stage. With a single number all masks have
+      pass merges stages or computes each query in one stage. With a single number, all masks have
       the same order, and so fewer compiled programs.
-    dispatch: who gets which chunk. "area": even work, few rows to move. "zigzag": the i-th block
-      from the front and from the back. "contiguous": in order, so that the function `dispatch` only
-      pads. Or int `[num_chunks]`, the rank of each chunk, equally many for each.
-    cross_attention: whether keys are other tokens than queries, dispatched in order (`role="k"`);
-      None is if there are more or fewer.
-    capacities: those of another key, to share its compiled step; None is round numbers above what
-      is needed.
-    transport: how rows travel. "all_gather": all rows to all ranks. "all_to_all": those that are
-      needed, padded to the largest number that any rank sends to another. "two_level": once to
-      each node that needs them, and from there to its ranks. "ragged": exactly those that are
-      needed, on GPUs of one node (see the documentation first). "auto": one of the first three,
-      whichever is predicted to take the least time.
-    ranks_per_node: neighbouring ranks that share a node, and so faster links; None is all of them.
-    links: what moving a row costs, for `dispatch="area"` and `transport="auto"`.
+    dispatch: the rank of each chunk. "area" balances work and moves few rows. "zigzag" gives each
+      rank the i-th block from the front and from the back. "contiguous" keeps the order, so the
+      function `dispatch` only pads. Or int `[num_chunks]`, with equally many chunks for each rank.
+    cross_attention: whether keys are other tokens than queries, and have an order of their own
+      (`role="k"`). None means True if there are more or fewer keys than queries.
+    capacities: those of another key, to share its compiled step. None means round numbers above
+      what is needed.
+    transport: how rows travel. "all_gather" moves all rows to all ranks. "all_to_all" moves the
+      needed rows, padded to the largest number between two ranks. "two_level" moves each row once
+      to each node that needs it, and from there to its ranks. "ragged" moves exactly the needed
+      rows, on GPUs of one node (see the documentation first). "auto" takes one of the first three,
+      whichever is predicted to finish first.
+    ranks_per_node: the number of neighbouring ranks that share a node. None means all ranks.
+    links: speeds of links and kernels, for `dispatch="area"` and `transport="auto"`.
 
   Returns:
     A `DistAttnKey`.
@@ -112,12 +114,12 @@ def magi_attn_varlen_key(
 
   Args:
     cu_seqlens_q: int `[num_documents + 1]`.
-    cu_seqlens_k: likewise, of the keys; None is those of the queries.
-    causal: whether tokens see only those before them.
-    total_seqlen: number of tokens, if there are more than those of the documents.
-    total_seqlen_k: number of keys, likewise; None is `total_seqlen` where documents have as many
-      keys as queries, and else those of the documents.
-    cp_size: number of ranks.
+    cu_seqlens_k: int `[num_documents + 1]`, for the keys. None means those of the queries.
+    causal: whether tokens see only themselves and earlier tokens.
+    total_seqlen: the number of tokens, if there is padding after the documents.
+    total_seqlen_k: the number of keys, if there is padding after the documents. None means
+      `total_seqlen` if documents have as many keys as queries, or else the end of the documents.
+    cp_size: the number of ranks.
     **options: as in `magi_attn_flex_key`.
   """
   _check_total("total_seqlen", total_seqlen, "cu_seqlens_q", cu_seqlens_q)
@@ -143,17 +145,17 @@ def key_for_new_mask(
   transport: str = "auto",
   links: Links | None = None,
 ) -> DistAttnKey:
-  """Another mask on the same dispatch, for models whose layers have different masks.
+  """Plans another mask on the same order of tokens, for models whose layers have different masks.
 
   Args:
-    key: says which rank has which tokens.
-    q_ranges: int `[n, 2]`, or an `AttentionMask`.
-    k_ranges: int `[n, 2]`.
-    attn_type_map: int `[n]` of `MaskType`; None is FULL.
-    overlap_degree: as in `magi_attn_flex_key`; None is that of `key`, chosen as freely as there.
-    capacities: as in `magi_attn_flex_key`; so the next two.
-    transport: see above.
-    links: see above.
+    key: the key whose order of tokens is kept.
+    q_ranges: int `[n, 2]`, half open; or an `AttentionMask`, without the next two arguments.
+    k_ranges: int `[n, 2]`, half open.
+    attn_type_map: int `[n]` of `MaskType`. None means FULL.
+    overlap_degree: as in `magi_attn_flex_key`. None means that of `key`.
+    capacities: as in `magi_attn_flex_key`.
+    transport: as in `magi_attn_flex_key`.
+    links: as in `magi_attn_flex_key`.
   """
   spec = check_key(key).spec
   lengths = (None, None) if isinstance(q_ranges, AttentionMask) else (spec.q_len, spec.k_len)

@@ -34,17 +34,17 @@ class PlanStats:
   """Work and traffic of each rank, for one pass over keys and values.
 
   Attributes:
-    area: int64 `[cp_size]`, visible pairs that each rank computes.
-    balance: the largest of them over the mean: 1 is even.
+    area: int64 `[cp_size]`, the number of visible pairs that each rank computes.
+    balance: the largest area of a rank, divided by the mean. 1 is even.
     num_slices: int64 `[cp_size, stages]`.
     rows_sent: int64 `[cp_size]`, rows of keys (and values) that each rank sends, on all levels.
-    rows_received: int64 `[cp_size]`, likewise.
-    rows_needed: int64 `[cp_size]`, rows of others that a rank's queries see.
-    all_gather_rows: what each rank would receive if all rows went to all ranks.
-    ring_rows: what each rank receives if all keys go round a ring: the same.
-    share: mean of rows_needed over all_gather_rows.
-    busiest_share: the largest of them over all_gather_rows.
-    padded_rows: what each rank receives, padding included, on all levels.
+    rows_received: int64 `[cp_size]`, rows that each rank receives, on all levels.
+    rows_needed: int64 `[cp_size]`, rows of other ranks that a rank's queries see.
+    all_gather_rows: rows that each rank would receive in an all-gather.
+    ring_rows: rows that each rank would receive in a ring, which is the same number.
+    share: the mean of `rows_needed`, divided by `all_gather_rows`.
+    busiest_share: the largest of `rows_needed`, divided by `all_gather_rows`.
+    padded_rows: rows that each rank receives on all levels, including padding.
     transport: "all_to_all", "all_gather", "two_level" or "ragged".
     levels: `LevelStats` of "all"; or of "node" (between nodes) and "local" (inside them).
   """
