@@ -29,8 +29,8 @@ def qk_clip_gamma(max_logits: Any, threshold: Any = 100.0) -> jax.Array:
   """The factor that brings each head's largest logit down to the threshold.
 
   Args:
-    max_logits: any shape, heads (and layers) each for themselves.
-    threshold: positive; inf never clips.
+    max_logits: float, any shape. Each element has its own factor.
+    threshold: a positive number. inf never clips.
 
   Returns:
     `threshold / max_logits` where that is above the threshold, exactly 1 elsewhere, in the shape of
@@ -59,25 +59,26 @@ def apply_qk_clip(
 ) -> Any:
   """Scales query and key projections so that no head's largest logit is above the threshold.
 
-  To be applied after the optimizer's update. Heads at or below the threshold keep every bit.
+  Call it after the optimizer's update. Weights of heads at or below the threshold stay bitwise
+  unchanged.
 
   Args:
-    params: parameters, any tree. Those that are clipped may have any floating point dtype.
-    max_logits: float `[num_q_heads]`, or `[layers, num_q_heads]` where projections are stacked or
-      counted by `{layer}`; for a dictionary of projections, a dictionary of such. The maximum over
-      everything that was computed with these weights: see `reduce_max_logits`.
-    projections: where the projections are.
-    threshold: positive; inf never clips.
-    alpha: from 0 to 1: queries are scaled by `gamma ** alpha`, keys by `gamma ** (1 - alpha)`.
+    params: a tree of parameters. Clipped parameters may have any floating point dtype.
+    max_logits: float `[num_q_heads]`, or `[layers, num_q_heads]` if projections are stacked or
+      counted by `{layer}`. For a dictionary of projections, a dictionary with the same keys. It is
+      the maximum over everything that was computed with these weights: see `reduce_max_logits`.
+    projections: the query and key projections in `params`.
+    threshold: a positive number. inf never clips.
+    alpha: from 0 to 1. Queries are scaled by `gamma ** alpha`, keys by `gamma ** (1 - alpha)`.
       Megatron calls it `qk_clip_alpha`.
-    report: whether to tell of heads whose maximum is NaN or +inf: `FloatingPointError`, or under
-      `jax.jit` an error in the log "jax_magi". They, and heads that share a key with them, keep
-      their weights. JAX keeps no program that can call the host in its persistent compilation
-      cache, so that the log has each run compile the step. With False, nothing calls the host, and
-      `raise_if_broken(max_logits)` with the step's results is how to know.
+    report: whether to report heads whose maximum is NaN or +inf: by a `FloatingPointError`, or
+      under `jax.jit` by an error in the log "jax_magi". These heads, and heads that share a key
+      with them, keep their weights. Programs that call the host are not kept in JAX's persistent
+      compilation cache, so each run compiles the step. With False, nothing calls the host; use
+      `raise_if_broken(max_logits)` on the results of the step instead.
 
   Returns:
-    params, clipped.
+    The parameters, with clipped projections.
   """
   check_threshold(threshold)
   attention = find_attention(params, projections, check_alpha(alpha))

@@ -27,11 +27,11 @@ from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 
 
 class QkClipState(NamedTuple):
-  """State of `qk_clip`.
+  """The state of `qk_clip`.
 
   Attributes:
-    max_logits: the maximum since the last clip, in the shape of the argument; -inf right after it.
-    num_broken: int32, the same shape: how often a maximum was NaN or +inf.
+    max_logits: the maximum since the last clip, in the shape of the argument. -inf after a clip.
+    num_broken: int32 in the same shape: how often a maximum was NaN or +inf.
   """
 
   max_logits: Any
@@ -46,38 +46,36 @@ def qk_clip(
   accumulate: bool = False,
   report: bool = True,
 ) -> Any:
-  """QK-Clip, as the last transform of an Optax chain.
+  """QK-Clip as the last transform of an Optax chain.
 
       optimizer = optax.chain(optax.contrib.muon(learning_rate), qk_clip(projections))
       updates, state = optimizer.update(grads, state, params, max_logits=max_logits)
       params = optax.apply_updates(params, updates)
 
-  It changes the update so that the parameters, once updated, are those of `apply_qk_clip`, up to a
-  rounding of the update. For that, updates of the parameters that `projections` name come in the
-  wider of the update's and the parameter's dtype: bfloat16 updates of float32 parameters would
-  round a clipped weight by 2**-9 of what it was before. Heads that are not clipped are updated as
-  without it, bit for bit. Everything before it in the chain must have seen the learning rate.
+  It changes the update so that the updated parameters are those of `apply_qk_clip`, up to a
+  rounding of the update. Updates of the projections have the wider of the dtypes of update and
+  parameter, because bfloat16 updates would round clipped float32 weights. Updates of heads that are
+  not clipped stay bitwise unchanged. The learning rate must be applied before `qk_clip`.
 
-  Gradient accumulation by `optax.MultiSteps` goes before `qk_clip`, which then keeps the maximum:
+  For gradient accumulation, put `optax.MultiSteps` before `qk_clip`, which then keeps the maximum:
 
       optax.chain(
         optax.MultiSteps(optimizer, every_k_schedule=4).gradient_transformation(),
         qk_clip(projections, accumulate=True),
       )
 
-  Around it, `MultiSteps` throws away all that happens inside before its last call, and with it
-  every maximum but the last: there, `max_logits` must be the maximum over the microbatches already.
+  Do not put `MultiSteps` around `qk_clip`: it discards what happens before its last call, including
+  all maxima but the last.
 
   Args:
-    projections: where the projections are.
-    threshold: positive; inf never clips.
+    projections: the query and key projections in the parameters.
+    threshold: a positive number. inf never clips.
     alpha: as in `apply_qk_clip`.
-    accumulate: whether to clip only when an update is not all zeros, by the maximum over all steps
-      since the last one that was not. Steps that leave the parameters as they are then only add
-      their maximum.
-    report: as in `apply_qk_clip`, with the log. JAX neither exports programs that can call the host
-      nor keeps them in its persistent compilation cache; with False, nothing calls it, and
-      `raise_if_broken(state)` is how to know.
+    accumulate: whether to clip only if the update is not all zeros, by the maximum over all steps
+      since the last such update. Steps with updates of zeros only add their maximum.
+    report: whether to log heads whose maximum is NaN or +inf. JAX neither exports programs that
+      call the host nor keeps them in its persistent compilation cache. With False, nothing calls
+      the host; use `raise_if_broken(state)` instead.
 
   Returns:
     `optax.GradientTransformationExtraArgs`; `update` needs `params` and `max_logits`.
@@ -132,10 +130,10 @@ def muon_clip(
   report: bool = True,
   **muon_options: Any,
 ) -> Any:
-  """Muon with QK-Clip: `optax.contrib.muon`, then `qk_clip`.
+  """Muon with QK-Clip: `optax.contrib.muon`, followed by `qk_clip`.
 
-  Muon updates the kernels that `projections` and `matrices` name, and AdamW, at the same learning
-  rate, everything else: embeddings, the output head, norms, biases.
+  Muon updates the kernels that `projections` and `matrices` name. AdamW updates everything else at
+  the same learning rate: embeddings, the output head, norms, biases.
 
       optimizer = muon_clip(
         0.02,
@@ -149,18 +147,19 @@ def muon_clip(
       )
 
   Args:
-    learning_rate: number or schedule.
-    projections: where the query and key projections are.
-    matrices: layouts of all other kernels for Muon, by path, in the language of `Projection`. Axes
-      named `layers` or `experts` are stacks of matrices; the other axes before the arrow together
-      are a matrix's rows, those behind it its columns.
-    threshold: of QK-Clip.
+    learning_rate: a number or a schedule.
+    projections: the query and key projections in the parameters.
+    matrices: the layouts of all other kernels for Muon, by path, written as in `Projection`. Axes
+      named `layers` or `experts` are stacks of matrices. The other axes before the arrow are the
+      rows of a matrix, and those after it the columns.
+    threshold: the threshold of QK-Clip.
     alpha: as in `qk_clip`.
-    weight_decay: of Muon's kernels, times the learning rate. AdamW's is `adam_weight_decay`.
-    consistent_rms: the root mean square of Muon's updates, per learning rate, whatever the kernel's
-      shape; 0.2 is that of AdamW's.
-    every_k_schedule: as in `optax.MultiSteps`: over how many calls gradients are averaged, and
-      max_logits are joined, before the parameters change.
+    weight_decay: the weight decay of Muon's kernels, which is multiplied by the learning rate. For
+      AdamW, pass `adam_weight_decay`.
+    consistent_rms: the root mean square of Muon's updates, divided by the learning rate, for
+      kernels of any shape. 0.2 is about that of AdamW.
+    every_k_schedule: the number of calls over which gradients are averaged and max_logits are
+      joined before the parameters change, as in `optax.MultiSteps`.
     report: as in `qk_clip`.
     **muon_options: further arguments of `optax.contrib.muon`.
 
@@ -214,7 +213,7 @@ def muon_clip(
 
 
 def raise_if_broken(state: Any) -> None:
-  """Raises `FloatingPointError` if a maximum that `qk_clip` was given was ever NaN or +inf.
+  """Raises `FloatingPointError` if a maximum that `qk_clip` received was ever NaN or +inf.
 
   Args:
     state: any tree that holds `QkClipState`: the state of a whole optimizer. Or, for

@@ -32,7 +32,7 @@ class Projection:
       others are free:
       `"embed -> heads dim"`, `"layers embed -> heads dim"`, `"embed -> (heads dim)"` for a kernel
       `[embed, heads * dim]`, `"-> heads dim"` for a bias.
-    num_heads: needed where the layout merges heads with another axis.
+    num_heads: the number of heads, needed if the layout merges heads with another axis.
     dims: the part `[begin, end)` of `dim` that is meant; None is all of it. For kernels that hold
       several things in a head, as in MLA.
     index: which of `parts` is meant: 0 for the keys of a kernel `[2, heads, embed, dim]` of keys
@@ -133,14 +133,16 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class QkProjections:
-  """Multi-head and grouped-query attention: query heads `g*G .. g*G+G-1` use key head g.
+  """The projections of multi-head and grouped-query attention.
 
-  Both sides take half of the correction, unless `alpha` divides it otherwise. A group's heads share
-  its key head, so they share the strongest correction that one of them needs.
+  Query heads `g*G .. g*G+G-1` use key head g.
+
+  Queries and keys take half of the correction each, unless `alpha` divides it otherwise. The heads
+  of a group share a key head, so they share the strongest correction that one of them needs.
 
   Attributes:
-    q: kernel, or kernel and bias, of the query projection.
-    k: the same of the key projection.
+    q: the kernel of the query projection, or its kernel and bias.
+    k: the kernel of the key projection, or its kernel and bias.
   """
 
   q: Projection | Sequence[Projection]
@@ -156,16 +158,15 @@ class QkProjections:
 
 @dataclasses.dataclass(frozen=True)
 class MlaProjections:
-  """Multi-head latent attention: heads with a part of their own, and one rotary key for all heads.
+  """The projections of multi-head latent attention, with one rotary key for all heads.
 
-  The rotary key is shared and is left alone, so the rotary query takes the whole correction; the
-  other two share it, by `alpha`. Where one kernel holds several of them, `Projection.dims` tells
-  them apart.
+  The shared rotary key does not change, so the rotary query takes the whole correction. The other
+  two parts share it by `alpha`. If one kernel holds several parts, `Projection.dims` selects one.
 
   Attributes:
-    q_nope: the query's part without rotary embedding, `heads` and `dim` its output.
-    q_rope: the query's rotary part.
-    k_nope: the key's part without rotary embedding; often one kernel with the values.
+    q_nope: the part of the query without rotary embedding.
+    q_rope: the rotary part of the query.
+    k_nope: the part of the key without rotary embedding, often in one kernel with the values.
   """
 
   q_nope: Projection | Sequence[Projection]

@@ -22,20 +22,19 @@ def reduce_max_logits(
   *,
   axis_name: str | Sequence[str] | None = None,
 ) -> Any:
-  """The maximum over microbatches, batch and devices, with which `qk_clip` works.
+  """The maximum over microbatches, batch and devices, as `qk_clip` expects it.
 
-  A NaN becomes +inf, which is reported just the same: XLA drops NaN from a maximum over devices,
-  also where it splits `jnp.max` itself.
+  NaN becomes +inf, which `qk_clip` reports as well. XLA would drop a NaN from a maximum over
+  devices, even in a `jnp.max` that it splits over devices.
 
   Args:
-    max_logits: an array, or any tree of them; for example `[microbatches, layers, batch, heads]`.
-    axis: axes of the arrays to reduce over: batch, microbatches. Never layers: each clips by its
-      own.
-    axis_name: mesh axes to reduce over, inside `jax.shard_map`: data and context parallel ones. A
-      tree takes one collective, so call it once at the end of a step, with all layers'.
+    max_logits: an array or a tree of arrays, for example `[microbatches, layers, batch, heads]`.
+    axis: the axes to reduce over: batch and microbatches, but never layers.
+    axis_name: the mesh axes to reduce over, inside `jax.shard_map`: data and context parallel axes.
+      A tree takes one collective, so call this once at the end of a step, with all layers.
 
   Returns:
-    The same without `axis`. No gradient flows through.
+    The same tree without `axis`. It has no gradient.
   """
 
   def reduce(x: Any) -> jax.Array:

@@ -28,7 +28,7 @@ def scaled_softmax(x: jax.Array, scale: float = 1.0) -> jax.Array:
     scale: static.
 
   Returns:
-    Probabilities, like x. They are computed in float32 and rounded once.
+    Probabilities, in the shape and dtype of x. They are computed in float32 and rounded once.
 
   >>> scaled_softmax(jnp.array([[1.0, 1.0, 1.0, 1.0]]), 0.5)
   Array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
@@ -46,7 +46,7 @@ def scaled_masked_softmax(x: jax.Array, mask: jax.Array, scale: float = 1.0) -> 
     scale: static.
 
   Returns:
-    Probabilities, like x. Rows that see nothing are zero.
+    Probabilities, in the shape and dtype of x. Fully masked rows are zero.
 
   >>> scaled_masked_softmax(jnp.zeros((2, 4)), jnp.array([True, True, False, False]))
   Array([[0.5, 0.5, 0. , 0. ],
@@ -56,7 +56,7 @@ def scaled_masked_softmax(x: jax.Array, mask: jax.Array, scale: float = 1.0) -> 
 
 
 def scaled_upper_triang_masked_softmax(x: jax.Array, scale: float = 1.0) -> jax.Array:
-  """Softmax of `scale * x` where the last row sees all columns, and each row above one fewer.
+  """Causal softmax of `scale * x`: the last row sees all columns, each row above sees one fewer.
 
   Args:
     x: `[..., q_len, k_len]`, float32, bfloat16 or float16. Columns that are not visible are not
@@ -64,7 +64,7 @@ def scaled_upper_triang_masked_softmax(x: jax.Array, scale: float = 1.0) -> jax.
     scale: static.
 
   Returns:
-    Probabilities, like x. Rows that see nothing (where `q_len > k_len`) are zero.
+    Probabilities, in the shape and dtype of x. Fully masked rows (if `q_len > k_len`) are zero.
 
   >>> scaled_upper_triang_masked_softmax(jnp.zeros((2, 4)))
   Array([[0.33333334, 0.33333334, 0.33333334, 0.        ],
@@ -87,8 +87,8 @@ def fused_scale_mask_softmax(
 ) -> jax.Array:
   """Softmax over the last axis of `scale * x + mask`, over visible columns.
 
-  A column is visible if all of `mask`, `is_causal` and `window` show it. The kernels do not read
-  what the latter two hide, neither forward nor backward.
+  A column is visible if `mask`, `is_causal` and `window` all allow it. The kernels do not read
+  columns that the latter two hide, neither forward nor backward.
 
   Args:
     x: `[..., heads, q_len, k_len]`, or `[q_len, k_len]`: float32, bfloat16 or float16.
@@ -96,18 +96,22 @@ def fused_scale_mask_softmax(
       may broadcast over batch, heads, rows or columns, and is then never written out in x's shape.
     scale: static.
     is_causal: whether to hide columns after the row's own. The last row's own column is the last.
-    window: (left, right) columns that a row sees around its own; None is no limit, an int is both.
-    offset: one more logit in each row's softmax, whose share is left out: `[heads]`, or one for
-      all, with a gradient; or "off-by-one", a logit of 0: `exp(s) / (1 + sum(exp(s)))`.
-    softmax_in_fp32: kept for those who know it from elsewhere. Arithmetic is float32 either way:
-      more precise, and no slower, as memory is the limit.
-    donate: whether the result may take x's memory. Inside `jit`, that saves an array of x's size
-      if nothing else uses x; if something does, XLA copies x first. Likewise for the gradients.
-    implementation: "cpu", "cuda" or "xla" (plain JAX). None takes the native kernel of the
-      platform compiled for, or else "xla". Second derivatives need "xla", or float64.
+    window: (left, right), how many columns a row sees before and after its own. An int sets both.
+      None means no limit.
+    offset: an additional logit in the softmax of each row, which has no column: `[heads]`, or one
+      number for all, differentiable; or "off-by-one" for a logit of 0, which gives
+      `exp(s) / (1 + sum(exp(s)))`.
+    softmax_in_fp32: accepted for compatibility. Arithmetic is always float32, which is not slower,
+      because memory bandwidth is the limit.
+    donate: whether the result may take the memory of x. Inside `jit`, that saves an array of the
+      size of x if nothing else uses x. If something does, XLA copies x first. The same is true of
+      gradients.
+    implementation: "cpu", "cuda" or "xla" (plain JAX). None takes the native kernel of the platform
+      that the program is compiled for, or "xla" where there is none. Second derivatives need "xla"
+      or float64.
 
   Returns:
-    Probabilities, like x. Rows that see nothing, or only scores of -inf, are zero.
+    Probabilities, in the shape and dtype of x. Fully masked rows, and rows of -inf, are zero.
 
   >>> x = jnp.zeros((1, 3, 3))
   >>> fused_scale_mask_softmax(x, is_causal=True, window=(1, 0), offset="off-by-one")
@@ -138,18 +142,18 @@ def explain_softmax(
   softmax_in_fp32: bool = True,
   implementation: str | None = None,
 ) -> Explanation:
-  """Which implementation `fused_scale_mask_softmax` takes for such arguments, and why.
+  """Reports which implementation a call of `fused_scale_mask_softmax` would take, and why.
 
-  Nothing is computed: arrays may be `jax.ShapeDtypeStruct`s. The function itself logs, once for
-  each reason and under "jax_magi", that it takes the plain path although JAX's default platform has
-  kernels.
+  Nothing is computed, so arrays may be `jax.ShapeDtypeStruct`s. If a call takes plain JAX although
+  JAX's default platform has kernels, the function itself logs that under "jax_magi", once for each
+  reason.
 
   Args:
     x: `[..., heads, q_len, k_len]`, or `[q_len, k_len]`.
-    mask: boolean or floats, x's shape with any dimension 1.
+    mask: boolean or floats, in the shape of x, in which any dimension may be 1.
     is_causal: as in `fused_scale_mask_softmax`.
     window: as in `fused_scale_mask_softmax`.
-    offset: `[heads]`, one for all, or "off-by-one".
+    offset: as in `fused_scale_mask_softmax`.
     softmax_in_fp32: as in `fused_scale_mask_softmax`.
     implementation: as in `fused_scale_mask_softmax`.
   """

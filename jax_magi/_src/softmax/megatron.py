@@ -18,27 +18,28 @@ _MASK_TYPES = ("causal", "padding", "padding_causal", "arbitrary", "no_mask")
 
 @dataclasses.dataclass(frozen=True)
 class FusedScaleMaskSoftmax:
-  """`fused_scale_mask_softmax` with Megatron's options and conventions, to port code from there.
+  """`fused_scale_mask_softmax` with the options and conventions of Megatron, for ported code.
 
-  Beware: here a boolean mask is **True where a pair is masked out**, the opposite of JAX's way and
-  of the other functions.
+  Beware: here, a boolean mask is **True where a pair is masked out**. In JAX and in all other
+  functions of this package, it is True where a pair is visible.
 
-  What differs from Megatron: any q_len, k_len, batch, heads and dtype run fused, with an offset
-  too; causal masks need no square (the last row sees all columns) and combine with `mask`;
-  `window_size` under a causal mask hides what is after a row's own column, whatever its right
-  part; without `mask_func`, rows that see nothing are zero.
+  These are the differences from Megatron. Any q_len, k_len, batch, heads and dtype run fused, also
+  with an offset. Causal masks need not be square (the last row sees all columns), and combine with
+  `mask`. Under a causal mask, `window_size` never shows columns after a row's own. Without
+  `mask_func`, fully masked rows return zeros.
 
   Attributes:
     input_in_fp16: whether inputs are float16.
     input_in_bf16: whether inputs are bfloat16.
     attn_mask_type: "causal", "padding", "padding_causal", "arbitrary" or "no_mask", or an enum
       with these names.
-    scaled_masked_softmax_fusion: whether to use the fused kernels, where there are any.
+    scaled_masked_softmax_fusion: whether to use fused kernels.
     mask_func: None hides masked pairs exactly. A function of (scaled float32 input, mask) is called
-      before the kernel instead: it can be anything, so it cannot be fused.
-    softmax_in_fp32: see `fused_scale_mask_softmax`.
-    scale: factor of the input; None is 1.
-    window_size: (left, right) columns that a row sees around its own; None is no window.
+      before the kernel, and is not fused.
+    softmax_in_fp32: as in `fused_scale_mask_softmax`.
+    scale: a factor of the input. None means 1.
+    window_size: (left, right), how many columns a row sees before and after its own. None means no
+      window.
 
   >>> fused = FusedScaleMaskSoftmax(False, False, "padding", True, None, True, scale=None)
   >>> fused(jnp.zeros((1, 1, 1, 4)), jnp.array([True, False, False, True]))
