@@ -57,6 +57,16 @@ def test_options(options):
   check_equal(on_ranks(_operands(), key, make_mesh(cp=4), **options), _expected("window", **shared))
 
 
+@pytest.mark.parametrize(("overlap_degree", "keeps"), in_turns([1, 2, 4], [False, True]))
+def test_stages_of_whole_queries(overlap_degree, keeps):
+  """Forward stages expand all rows that came so far; backward stages those of one transfer."""
+  options = {"overlap_degree": (overlap_degree,), "links": jax_magi.Links(merge_seconds=1.0)}
+  key = magi_attn_flex_key(MASKS["documents"], cp_size=4, **options)
+  assert key.whole_slices is not None
+  ours = on_ranks(_operands(), key, make_mesh(cp=4), keep_remote_kv=keeps)
+  check_equal(ours, _expected("documents"))
+
+
 def test_one_rank():
   key = magi_attn_flex_key(MASKS["documents"], cp_size=1, overlap_degree=2)
   check_equal(on_ranks(_operands(), key, make_mesh(cp=1)), _expected("documents"))

@@ -72,7 +72,7 @@ def by_work(
   width = ranks_per_node or cp_size
   if cp_size == 1:
     return [contiguous(len(chunks), 1)]
-  model = CostModel(chunks, cp_size, width, links.near_row, links.far_row, keys)
+  model = _model(chunks, cp_size, width, links, keys)
   candidates = _simple_candidates(chunks, cp_size)
   costs = [model.costs(ranks) for ranks in candidates]
   searched: list[np.ndarray] = []
@@ -105,6 +105,14 @@ def by_work(
   return [candidates[i] for i in (first, *others)]
 
 
+def _model(
+  units: Units, cp_size: int, width: int, links: Links, keys: tuple[np.ndarray, np.ndarray] | None
+) -> CostModel:
+  """What assignments to ranks cost."""
+  rows = links.near_row, links.far_row
+  return CostModel(units, cp_size, width, *rows, keys, expand_row=links.expand_row)
+
+
 def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
   """Assignments that take no search: in order, largest first, and in two blocks if they fit."""
   candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
@@ -135,7 +143,7 @@ def _near(
     levels = levels[last:]
 
   def rank_model(units: Units) -> CostModel:
-    return CostModel(units, cp_size, width, links.near_row, links.far_row, keys)
+    return _model(units, cp_size, width, links, keys)
 
   ranks = _refined(levels, _split(levels[0], nodes, width), rank_model)
   return _finer(ranks, levels[-1], chunks)

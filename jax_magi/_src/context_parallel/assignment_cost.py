@@ -161,12 +161,13 @@ class CostModel:
     far_row: float,
     keys: tuple[np.ndarray, np.ndarray] | None = None,
     tolerance: float = TOLERANCE,
+    expand_row: float = 0.0,
   ) -> None:
     """`keys` are bounds and ranks of chunks of keys; None if they go with the queries."""
     self.units = units
     self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
     self.num_nodes = num_ranks // ranks_per_node
-    self.near_row, self.far_row = near_row, far_row
+    self.near_row, self.far_row, self.expand_row = near_row, far_row, expand_row
     self.keys = keys
     self.key_bounds = units.bounds if keys is None else keys[0]
     self.limit = units.work.sum() / num_ranks * (1.0 + tolerance)
@@ -197,13 +198,13 @@ class CostModel:
   def total(
     self, load: Any, received: Any, sent: Any, far_received: Any, far_sent: Any
   ) -> np.ndarray:
-    """What a rank costs. The two links work at the same time."""
+    """What a rank costs. The two links work at the same time, and expansion at no other."""
     moved = self.near_row * np.maximum(received, sent)
     if self.num_nodes > 1:
       moved = np.maximum(moved, self.far_row * np.maximum(far_received, far_sent))
     longer, shorter = np.maximum(load, moved), np.minimum(load, moved)
     total = longer + _EXPOSED * shorter + _PENALTY * np.maximum(load - self.limit, 0.0)
-    return np.rint(total)
+    return np.rint(total + self.expand_row * received)
 
   def costs(self, ranks: np.ndarray) -> Costs:
     """`ranks` is the rank of each unit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -209,17 +210,19 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
     rows = tuple(map(_round_up_to_part, hop.rows, parts))
     return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
 
-  def buffers(rows: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(min(round_up(max(count, 1)), limit) for count in rows)
-
   return dataclasses.replace(
     needed,
     slices=round_up(max(needed.slices, floor)),
-    rows=buffers(needed.rows),
-    whole_rows=None if needed.whole_rows is None else buffers(needed.whole_rows),
+    rows=rounded_rows(needed.rows, limit),
+    whole_rows=None if needed.whole_rows is None else rounded_rows(needed.whole_rows, limit),
     runs=round_up(max(needed.runs, floor)),
     hops=tuple(tuple(map(hop, hops)) for hops in needed.hops),
   )
+
+
+def rounded_rows(rows: Iterable[int], limit: int) -> tuple[int, ...]:
+  """Rows of the buffers of stages: powers of two, up to all rows that there are."""
+  return tuple(min(round_up(max(int(count), 1)), limit) for count in rows)
 
 
 def check_room(needed: Capacities, have: Capacities) -> None:

@@ -16,7 +16,12 @@ from jax_magi._src.context_parallel.hops import Ranks
 from jax_magi._src.context_parallel.links import Links, check_links
 from jax_magi._src.context_parallel.plan import Plan, to_table
 from jax_magi._src.context_parallel.plot import plot_plan
-from jax_magi._src.context_parallel.predict import Prediction, predict, stage_seconds
+from jax_magi._src.context_parallel.predict import (
+  Prediction,
+  expansion_seconds,
+  predict,
+  stage_seconds,
+)
 from jax_magi._src.context_parallel.routes import NOWHERE, Runs
 from jax_magi._src.context_parallel.stats import PlanStats, pair_rows, stats_of
 from jax_magi._src.masks.slices import area_of
@@ -112,6 +117,7 @@ class DistAttnKey:
     spec = self.spec
     areas = self.areas(is_forward=True), self.areas()
     is_merged = bool(spec.overlap_degree) and self.whole_slices is None
+    room, own = spec.capacities, spec.k_local if spec.overlap_degree else 0
     return predict(
       spec.capacities.hops,
       spec.ranks,
@@ -120,6 +126,7 @@ class DistAttnKey:
       links,
       spec.capacities.orders,
       keep_remote_kv=keep_remote_kv,
+      expansion=expansion_seconds(own, room.rows, room.whole_rows, links),
     )
 
   def plot(self, axes: Any = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +56,6 @@ def calc_latent_attn(
     out and meta, as `calc_attn`.
   """
   key = part_of_rank("calc_latent_attn", key, axis_name)
-  # A stage that computes whole queries would expand once more what stages before it had.
-  key = dataclasses.replace(key, whole_slices=None, whole_runs=None)
   leaves, treedef = latent_leaves(latent)
   check_local_lengths({"q": q}, {"latent": leaves[0]}, key)
   keeps = options.get("keep_remote_kv", False)

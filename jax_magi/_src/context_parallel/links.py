@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_magi._src.arguments import check_length, check_number
+from jax_magi._src.transforms.operations import product_operations
 
 # Of the operations of both passes: two products forward, five backward.
 FORWARD_SHARE = 2 / 7
 # Operations a second of our kernels on an H200, over both passes.
 _RATE = 550e12
+# Of an H200's matrix products of latents and weights, and bytes a second of its memory. For 8192
+# rows of 64 heads with 192 and 128 dims, that is 0.36 and 0.92 ms; 0.37 and 0.90 were measured.
+_PRODUCT_RATE, _MEMORY = 700e12, 4e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,8 @@ class Links:
     pair_seconds: time of one visible pair, with all heads, forward and backward.
     stage_seconds: time that each kernel call adds, forward and backward: launch and last tiles.
     merge_seconds: time that each forward call adds if its results are merged with other calls.
+    expand_seconds: time that `expand` of `calc_latent_attn` takes per row of a stage, forward and
+      backward. The backward pass expands again. Nothing overlaps with expansion.
   """
 
   near: float = 450e9
@@ -44,31 +51,33 @@ class Links:
   pair_seconds: float = 86016 / _RATE
   stage_seconds: tuple[float, float] = (0.05e-3, 0.2e-3)
   merge_seconds: float = 0.1e-3
+  expand_seconds: tuple[float, float] = (0.0, 0.0)
 
   def __post_init__(self) -> None:
     for name in ("near", "far", "row_bytes", "grad_row_bytes", "pair_seconds"):
       if (value := check_number(name, getattr(self, name))) <= 0.0:
         raise ValueError(f"{name} must be positive, got {value}")
-    if not isinstance(self.stage_seconds, tuple) or len(self.stage_seconds) != 2:
-      raise ValueError(f"stage_seconds must be (forward, backward), got {self.stage_seconds!r}")
     times = [("latency", self.latency), ("merge_seconds", self.merge_seconds)]
-    for name, seconds in (*times, *(("stage_seconds", x) for x in self.stage_seconds)):
+    for name in ("stage_seconds", "expand_seconds"):
+      pair = getattr(self, name)
+      if not isinstance(pair, tuple) or len(pair) != 2:
+        raise ValueError(f"{name} must be (forward, backward), got {pair!r}")
+      times += [(name, seconds) for seconds in pair]
+    for name, seconds in times:
       if check_number(name, seconds) < 0.0:
         raise ValueError(f"{name} must not be negative, got {seconds}")
 
   def for_rows(self, rows: Any, *, remote_grad_dtype: Any = None) -> Links:
     """The same speeds for rows of other arrays, such as the latents of `calc_latent_attn`.
 
-        links = Links().for_rows(latent).for_heads(64, 192, 128)
+        links = Links().for_rows(latent).for_heads(64, 192, 128).for_expand(expand, latent)
         key = magi_attn_flex_key(..., links=links)
 
     Args:
       rows: a tree of arrays `[n, ...]`, or of `jax.ShapeDtypeStruct`: latents, or k and v.
       remote_grad_dtype: as in `calc_attn`.
     """
-    leaves = jax.tree.leaves(rows)
-    if not leaves or not all(hasattr(x, "dtype") and len(x.shape) for x in leaves):
-      raise ValueError(f"rows must be arrays with an axis of rows, got {rows!r}")
+    leaves = _leaves_of(rows)
     widths = [(math.prod(x.shape[1:]), x.dtype) for x in leaves]
     row_bytes = sum(width * np.dtype(dtype).itemsize for width, dtype in widths)
     grad_bytes = np.dtype(np.float32 if remote_grad_dtype is None else remote_grad_dtype).itemsize
@@ -92,6 +101,38 @@ class Links:
     operations = num_q_heads * (8 * head_dim + 6 * value_dim)
     return dataclasses.replace(self, pair_seconds=operations / _RATE)
 
+  def for_expand(self, expand: Callable[[Any], Any], rows: Any) -> Links:
+    """The same speeds with the cost of expanding rows (`expand_seconds`), at the rate of an H200.
+
+    The cost follows from the matrix products of `expand` and the bytes of what it returns.
+
+    Args:
+      expand: as in `calc_latent_attn`.
+      rows: as in `for_rows`.
+    """
+    _leaves_of(rows)
+    if not callable(expand):
+      raise ValueError(f"expand must be a function of rows, got {expand!r}")
+
+    def cost(count: int) -> np.ndarray:
+      """Operations of products, and bytes of k and v."""
+      some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), rows)
+      program, kv = jax.make_jaxpr(expand, return_shape=True)(some)
+      sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(kv)]
+      return np.array([product_operations(program.jaxpr), sum(sizes)])
+
+    # What does not depend on the number of rows is no part of the difference.
+    operations, num_bytes = map(float, cost(2) - cost(1))
+    products, moves = operations / _PRODUCT_RATE, num_bytes / _MEMORY
+    # The derivative of a product is two products. Backward, gradients of k and v move, too.
+    forward, backward = products + 2 * moves, 3 * products + 4 * moves
+    return dataclasses.replace(self, expand_seconds=(forward, backward))
+
+  @property
+  def expand_row(self) -> float:
+    """A row that is expanded in both passes, in pairs computed meanwhile."""
+    return sum(self.expand_seconds) / self.pair_seconds
+
   @property
   def near_row(self) -> float:
     """A row that moves inside a node, twice forward and once back, in pairs computed meanwhile."""
@@ -105,6 +146,14 @@ class Links:
   @property
   def _moved_bytes(self) -> float:
     return 2 * self.row_bytes + self.grad_row_bytes
+
+
+def _leaves_of(rows: Any) -> list[Any]:
+  """The arrays of a tree, each with an axis of rows."""
+  leaves = jax.tree.leaves(rows)
+  if not leaves or not all(hasattr(x, "dtype") and len(x.shape) for x in leaves):
+    raise ValueError(f"rows must be arrays with an axis of rows, got {rows!r}")
+  return leaves
 
 
 def check_links(links: Any) -> Links:

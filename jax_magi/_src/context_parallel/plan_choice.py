@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 
 from jax_magi._src.arguments import check_choice, check_length
-from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities
+from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities, rounded_rows
 from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import DistAttnKey, make_key
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.pieces import ChunkPieces, needs_of
 from jax_magi._src.context_parallel.plan import Plan, make_plan
-from jax_magi._src.context_parallel.predict import best_orders, predict, stage_seconds
+from jax_magi._src.context_parallel.predict import (
+  best_orders,
+  expansion_seconds,
+  predict,
+  stage_seconds,
+)
 from jax_magi._src.context_parallel.transport import levels_of
 
 # Degrees that "auto" chooses from.
@@ -71,7 +76,7 @@ def choose_plan(
     for degree in degrees:
       plan = make_plan(needs, degree, ranks, transport, hops, links, is_whole)
       plan = plan if orders is None else dataclasses.replace(plan, orders=orders)
-      plan, seconds = _scheduled(plan, links, is_free=is_free)
+      plan, seconds = _scheduled(plan, keys.local_length, links, is_free=is_free)
       if key is None or seconds < best:
         best, key = seconds, (plan, queries, keys)
   assert key is not None
@@ -91,21 +96,28 @@ def _check_degree(degree: Any) -> tuple[int, ...]:
   return (check_length("overlap_degree", degree),)
 
 
-def _scheduled(plan: Plan, links: Links, *, is_free: bool) -> tuple[Plan, float]:
+def _scheduled(plan: Plan, k_local: int, links: Links, *, is_free: bool) -> tuple[Plan, float]:
   """The plan, with the best stages and orders if it is free, and when it is predicted to finish."""
   choices = [plan]
   if is_free and plan.whole is not None:
     choices.append(dataclasses.replace(plan, whole=None))
   best, found = math.inf, plan
+
+  def buffers(num_rows: np.ndarray) -> tuple[int, ...]:
+    return rounded_rows(num_rows.max(axis=0, initial=0), k_local * plan.ranks.count)
+
   for choice in choices:
     areas = plan.areas() if choice.whole is None else choice.whole.areas(), plan.areas()
     is_merged = choice.whole is None and bool(plan.overlap_degree)
     kernels = stage_seconds(*areas, links, is_merged=is_merged)
+    whole_rows = None if choice.whole is None else buffers(choice.whole.num_rows)
+    own = k_local if plan.overlap_degree else 0
+    expansion = expansion_seconds(own, buffers(plan.num_rows), whole_rows, links)
     if is_free and plan.overlap_degree and plan.ranks.count > 1:
-      orders = best_orders(plan.hops, plan.ranks, kernels, links)
+      orders = best_orders(plan.hops, plan.ranks, kernels, links, expansion)
       choice = dataclasses.replace(choice, orders=orders)
     arguments = plan.hops, plan.ranks, plan.overlap_degree, kernels, links, choice.orders
-    seconds = predict(*arguments).total
+    seconds = predict(*arguments, expansion=expansion).total
     if seconds < best:
       best, found = seconds, choice
   return found, best

@@ -28,7 +28,7 @@ class Prediction:
   Attributes:
     forward: of the forward pass.
     backward: of the backward pass.
-    kernels: of the kernels of both, if nothing had to move, on the slowest rank.
+    kernels: of the kernels of both, and of `expand`, if nothing had to move, on the slowest rank.
   """
 
   forward: float
@@ -55,6 +55,7 @@ def predict(
   orders: tuple[Order | None, Order | None] = (None, None),
   *,
   keep_remote_kv: bool = False,
+  expansion: np.ndarray | None = None,
 ) -> Prediction:
   """The time of a plan.
 
@@ -66,6 +67,7 @@ def predict(
     links: speeds.
     orders: of the steps, forward and backward.
     keep_remote_kv: whether the backward pass fetches nothing.
+    expansion: float64 `[stages, 2]`, seconds of `expand` of the rows of each stage; None is none.
   """
   is_staged = overlap_degree and ranks.count > 1
   results = []
@@ -76,7 +78,8 @@ def predict(
       steps = steps_of(counts, order, is_fetching=is_fetching, is_backward=bool(number))
     else:
       steps = _steps_of_one_call(hops[0] if ranks.count > 1 else (), number, keep_remote_kv)
-    results.append(pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number))
+    own = None if expansion is None else expansion[:, number]
+    results.append(pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number, own))
   (forward, forward_kernels), (backward, backward_kernels) = results
   return Prediction(forward, backward, forward_kernels + backward_kernels)
 
@@ -90,7 +93,11 @@ def _steps_of_one_call(hops: Sequence[Hop], number: int, keep_remote_kv: bool) -
 
 
 def best_orders(
-  hops: Sequence[Sequence[Hop]], ranks: Ranks, kernels: np.ndarray, links: Links
+  hops: Sequence[Sequence[Hop]],
+  ranks: Ranks,
+  kernels: np.ndarray,
+  links: Links,
+  expansion: np.ndarray | None = None,
 ) -> tuple[Order, Order]:
   """The orders of steps with which the two passes are predicted to finish first.
 
@@ -103,7 +110,8 @@ def best_orders(
 
     def seconds(order: Order, number: int = number) -> float:
       steps = steps_of(counts, order, is_backward=bool(number))
-      return pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number)[0]
+      own = None if expansion is None else expansion[:, number]
+      return pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number, own)[0]
 
     least, order = min(((seconds(order), i) for i, order in enumerate(others)), default=(0.0, 0))
     is_better = others and least < _WORTH_AN_ORDER * seconds(default)
@@ -118,6 +126,7 @@ def pass_seconds(
   kernels: np.ndarray,
   links: Links,
   number: int,
+  expansion: np.ndarray | None = None,
 ) -> tuple[float, float]:
   """Seconds of one pass, and of its kernels alone, until the last rank is done.
 
@@ -128,10 +137,13 @@ def pass_seconds(
     kernels: float64 `[ranks, stages]`, seconds of each stage.
     links: see above.
     number: 0 is the forward pass, 1 the backward pass.
+    expansion: float64 `[stages]`, seconds of `expand`; None is none.
   """
   row_bytes = links.row_bytes, links.grad_row_bytes
   timeline = _Timeline(ranks, hops, links, row_bytes)
   for step in steps:
+    if expansion is not None and step.stage >= 0:
+      timeline.expand(expansion[step.stage] / num_parts_of(steps, step.stage))
     timeline.add(step, _kernel_seconds(steps, step, kernels, links, number))
   return timeline.end(), float(timeline.kernels.max())
 
@@ -161,6 +173,11 @@ class _Timeline:
     self._ranks, self._hops, self._links, self._row_bytes = ranks, hops, links, row_bytes
     self._now = np.zeros(ranks.count)
     self.kernels = np.zeros(ranks.count)
+
+  def expand(self, seconds: float) -> None:
+    """Rows are expanded before a step, and their gradients pulled back after it."""
+    self._now = self._now + seconds
+    self.kernels += seconds
 
   def add(self, step: Step, kernel: np.ndarray) -> None:
     """One more step: it is done when its kernel and its transfers are."""
@@ -203,6 +220,24 @@ def stage_seconds(
   shares = np.array([FORWARD_SHARE, 1.0 - FORWARD_SHARE])
   besides = np.array(links.stage_seconds) + np.array([is_merged * links.merge_seconds, 0.0])
   return np.where(areas > 0, areas * links.pair_seconds * shares + besides, 0.0)
+
+
+def expansion_seconds(
+  own: int, rows: Sequence[int], whole_rows: Sequence[int] | None, links: Links
+) -> np.ndarray | None:
+  """float64 `[stages, 2]` for `predict`, or None if nothing is expanded.
+
+  Args:
+    own: keys of a rank, where a stage is over them; else 0.
+    rows: of the buffers of all other stages.
+    whole_rows: of those of forward stages that compute whole queries, if they do.
+    links: speeds.
+  """
+  if not any(links.expand_seconds):
+    return None
+  first = [own] if own else []
+  of_passes = [[*first, *(rows if whole_rows is None else whole_rows)], [*first, *rows]]
+  return np.array(of_passes, np.float64).T * np.array(links.expand_seconds)
 
 
 def hop_seconds(hop: Hop, ranks: Ranks, links: Links, row_bytes: int) -> float:

@@ -142,7 +142,7 @@ class RowForm:
 def row_counts(spec: KeySpec, *, keeps_rows: bool) -> list[int]:
   """How many rows there are in a stage, or in a part of one: all that `expand` is called with."""
   lengths = [spec.k_local, *spec.capacities.rows]
-  counts = {*lengths}
+  counts = {*lengths, *(spec.capacities.whole_rows or ())}
   if spec.overlap_degree and spec.cp_size > 1:
     num_hops = [len(hops) for hops in spec.capacities.hops]
     _, order = spec.capacities.orders

@@ -1,0 +1,44 @@
+"""How many operations the matrix products of a traced function take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def product_operations(jaxpr: core.Jaxpr) -> int:
+  """Two for each multiplication of all matrix products, those of inner functions included.
+
+  XLA's own count (`Lowered.cost_analysis`) exists on some platforms only, and plans must not depend
+  on where they are made. A `while` loop counts as one turn.
+  """
+  total = 0
+  for equation in jaxpr.eqns:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+      (contracted, _), _ = params["dimension_numbers"]
+      depth = math.prod(_shape(equation.invars[0])[axis] for axis in contracted)
+      total += 2 * depth * math.prod(_shape(equation.outvars[0]))
+    inner = [product_operations(x) for x in _inner_jaxprs(params)]
+    if name == "cond":
+      total += max(inner)
+    else:
+      total += (params["length"] if name == "scan" else 1) * sum(inner)
+  return total
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+  return tuple(x.aval.shape)
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
+  found = []
+  for x in jax.tree.leaves(params):
+    if isinstance(x, core.ClosedJaxpr):
+      found.append(x.jaxpr)
+    elif isinstance(x, core.Jaxpr):
+      found.append(x)
+  return found
