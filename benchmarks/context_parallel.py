@@ -234,6 +234,10 @@ def predict(data: dict[str, Any]) -> list[Cell]:
 
 def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndarray:
   """float64 `[ranks, stages, 2]`: seconds of the kernels of all ranks, from those of a few."""
+  for number, areas in enumerate(cell["areas"]):
+    planned = key.areas(is_forward=not number)
+    if not all((planned == timed).all(axis=1).any() for timed in np.array(areas)):
+      raise ValueError(f"the plan of {cell['mask']} is not the one that was timed: measure anew")
   kernels = [
     np.stack(
       [

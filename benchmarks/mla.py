@@ -1,7 +1,7 @@
 """Multi-head latent attention: what expansion costs, what stays in memory, and how it scales.
 
 python -m benchmarks.mla layer [--length 8192] [--json FILE]    (on one Hopper GPU)
-python -m benchmarks.mla memory [--length 32768] [--layers 4] [--json FILE]    (likewise)
+python -m benchmarks.mla memory [--length 32768] [--layers 1 4] [--json FILE]    (likewise)
 python -m benchmarks.mla measure --json FILE [--sizes 8 64]     (likewise)
 python -m benchmarks.mla predict --json FILE [--markdown FILE]  (anywhere)
 
@@ -9,7 +9,8 @@ python -m benchmarks.mla predict --json FILE [--markdown FILE]  (anywhere)
 numbers make the keys and values. `layer` times the kernels beside the products of the expansion and
 the copies of rotary keys to all heads. `memory` is the peak of both passes over a few layers, with
 latents kept or expanded keys and values. `measure` and `predict` are those of
-benchmarks.context_parallel, with latents or expanded rows on the wire, and expansion timed.
+benchmarks.context_parallel, with latents or expanded rows on the wire, and expansion timed. The
+planner knows the network and what expansion costs (`overlap_degree="auto"`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -33,20 +35,20 @@ import jax_magi
 from benchmarks.context_parallel import (
   LATENCY,
   MASKS,
-  NETWORKS,
   NODE,
   NVLINK,
   kernels_of_ranks,
+  networks_of,
   time_ranks,
 )
 from benchmarks.rank_kernels import LOCAL, Kernels
 from benchmarks.timing import seconds
 from jax_magi import AttentionMask, Links
+from jax_magi._src.context_parallel.hops import rows_by_link
 from jax_magi._src.context_parallel.predict import predict as predict_pass
 
 HEADS, NOPE, ROPE, VALUE, RANK = 64, 128, 64, 128, 512
 WIDTHS = {"latents": RANK + ROPE, "expanded": HEADS * (NOPE + ROPE + VALUE)}
-DEGREES = (1, 2, 4)
 _REPEATS = {"budget": 0.05, "repeats": 3}
 
 
@@ -62,28 +64,58 @@ def with_rotary(k_nope: Any, k_rope: Any) -> Any:
   return jnp.concatenate([k_nope, jnp.broadcast_to(k_rope[:, None], shape)], axis=-1)
 
 
-def make_operands(length: int, count: int = 1) -> tuple[Any, Any, Any]:
-  """q, latents, and the parameters of so many layers."""
-  keys = jax.random.split(jax.random.key(0), 3)
-  shapes = [
-    (length, HEADS, NOPE + ROPE),
-    (length, RANK + ROPE),
-    (count, RANK, HEADS, NOPE + VALUE),
-  ]
-  q, latent, kv_b = (
+def make_queries(length: int) -> Any:
+  return jax.random.normal(jax.random.key(0), (length, HEADS, NOPE + ROPE), jnp.bfloat16)
+
+
+def make_latents(length: int, num_layers: int = 1) -> tuple[Any, Any]:
+  """Latents, and the parameters of so many layers."""
+  keys = jax.random.split(jax.random.key(1))
+  shapes = (length, RANK + ROPE), (num_layers, RANK, HEADS, NOPE + VALUE)
+  latent, kv_b = (
     jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
   )
-  return q, latent, kv_b / RANK**0.5
+  return latent, kv_b / RANK**0.5
+
+
+def both_passes(fun: Callable, operands: Any, cotangents: Any) -> Any:
+  """Results too: without them, a linear function would not be computed."""
+  results, pull_back = jax.vjp(fun, *operands)
+  return results, pull_back(cotangents)
 
 
 # --- one layer ---
 
 
-def time_layer(length: int) -> dict[str, dict[str, float]]:
+def time_layer(length: int) -> dict[str, dict[str, dict[str, float]]]:
   """Seconds of each part of a layer, alone in its program, by mask."""
-  q, latent, (kv_b,) = make_operands(length)
+  q, (latent, (kv_b,)) = make_queries(length), make_latents(length)
   k, v = jax.jit(expand)(latent, kv_b)
-  dout = jax.random.normal(jax.random.key(1), v.shape, v.dtype)
+  dout = jax.random.normal(jax.random.key(2), v.shape, v.dtype)
+
+  def product(latent, kv_b):
+    return jnp.einsum("tr,rhd->thd", latent[:, :RANK], kv_b)
+
+  def without_rotary(latent, kv_b):
+    k_nope, v = jnp.split(product(latent, kv_b), [NOPE], axis=-1)
+    return k_nope, v
+
+  def times(fun, *operands, cotangents):
+    """Forward, and both passes."""
+    both = jax.jit(functools.partial(both_passes, fun))
+    return {
+      "forward": seconds(jax.jit(fun), *operands, **_REPEATS),
+      "both": seconds(both, operands, cotangents, **_REPEATS),
+    }
+
+  k_nope, rope = k[..., :NOPE], latent[:, RANK:]
+  kv = jnp.concatenate([k_nope, v], axis=-1)
+  expansion = {
+    "expansion": times(expand, latent, kv_b, cotangents=(k, v)),
+    "expansion without rotary keys": times(without_rotary, latent, kv_b, cotangents=(k_nope, v)),
+    "its product alone": times(product, latent, kv_b, cotangents=kv),
+    "rotary keys to all heads": times(with_rotary, k_nope, rope, cotangents=k),
+  }
   results = {}
   for name in ("causal", "varlen causal"):
     mask = MASKS[name](length)
@@ -91,47 +123,39 @@ def time_layer(length: int) -> dict[str, dict[str, float]]:
     def attend(q, k, v, mask=mask):
       return jax_magi.attention(q, k, v, mask)[0]
 
-    def expanded(q, latent, kv_b):
-      return attend(q, *expand(latent, kv_b))
+    def expanded(q, latent, kv_b, mask=mask):
+      return jax_magi.attention(q, *expand(latent, kv_b), mask)[0]
 
     def recomputed(q, latent, kv_b, mask=mask):
       fun = functools.partial(expand, kv_b=kv_b)
       return jax_magi.latent_attention(q, latent, mask, expand=fun)[0]
 
-    def without_rotary(latent, kv_b):
-      k_nope, v = jnp.split(jnp.einsum("tr,rhd->thd", latent[:, :RANK], kv_b), [NOPE], axis=-1)
-      return k_nope, v
-
-    def times(fun, *operands, cotangents):
-      """Forward, and both passes."""
-      both = jax.jit(lambda operands, cotangents: jax.vjp(fun, *operands)[1](cotangents))
-      return {
-        "forward": seconds(jax.jit(fun), *operands, **_REPEATS),
-        "both": seconds(both, operands, cotangents, **_REPEATS),
-      }
-
-    k_nope, rope = k[..., :NOPE], latent[:, RANK:]
     results[name] = {
       "kernels": times(attend, q, k, v, cotangents=dout),
-      "expansion": times(expand, latent, kv_b, cotangents=(k, v)),
-      "expansion without rotary keys": times(without_rotary, latent, kv_b, cotangents=(k_nope, v)),
-      "rotary keys to all heads": times(with_rotary, k_nope, rope, cotangents=k),
+      **expansion,
       "layer, expanded keys kept": times(expanded, q, latent, kv_b, cotangents=dout),
       "layer, latents kept": times(recomputed, q, latent, kv_b, cotangents=dout),
     }
-    whole = results[name]["layer, expanded keys kept"]
-    print(f"\n{name}, {length} tokens\n\n| part | forward, ms | both passes, ms | of the layer |")
-    print("|---|---|---|---|")
-    for part, x in results[name].items():
-      print(
-        f"| {part} | {1e3 * x['forward']:.3f} | {1e3 * x['both']:.3f} | "
-        f"{x['both'] / whole['both']:.1%} |"
-      )
-    # What an operand pair (k_nope, k_rope) could save at most.
-    parts = [results[name][part]["both"] for part in list(results[name])[1:4]]
-    saved = max(parts[0] - parts[1], 0.0)
-    print(f"\nan operand pair could save {saved / whole['both']:.1%} of the layer")
+    _print_layer(name, length, results[name])
   return results
+
+
+def _print_layer(name: str, length: int, parts: dict[str, dict[str, float]]) -> None:
+  """A table, and what an operand pair (k_nope, k_rope) could save at most."""
+  whole = parts["layer, latents kept"]["both"]
+  print(f"\n{name}, {length} tokens\n\n| part | forward, ms | both passes, ms | of the layer |")
+  print("|---|---|---|---|")
+  for part, x in parts.items():
+    print(
+      f"| {part} | {1e3 * x['forward']:.3f} | {1e3 * x['both']:.3f} | {x['both'] / whole:.1%} |"
+    )
+  # Latents are expanded twice.
+  with_keys, without = (
+    parts[part]["forward"] + parts[part]["both"]
+    for part in ("expansion", "expansion without rotary keys")
+  )
+  saved = max(with_keys - without, 0.0) / whole
+  print(f"\nan operand pair could save {saved:.1%} of the layer", flush=True)
 
 
 # --- memory ---
@@ -142,9 +166,9 @@ _KINDS = ("latents kept", "expanded keys kept")
 def measure_memory(kind: str, length: int, num_layers: int) -> dict[str, float]:
   """Bytes at the peak of both passes over layers, whose latents are made of a stream of tokens."""
   embed = 1024
-  q, _, kv_b = make_operands(length, num_layers)
+  q, (_, kv_b) = make_queries(length), make_latents(length, num_layers)
   mask = AttentionMask.causal(length)
-  keys = jax.random.split(jax.random.key(2), 3)
+  keys = jax.random.split(jax.random.key(3), 3)
   x = jax.random.normal(keys[0], (length, embed), jnp.bfloat16)
   shapes = ((num_layers, embed, RANK + ROPE), (num_layers, HEADS, VALUE, embed))
   kv_a, out_proj = (
@@ -178,20 +202,23 @@ def measure_memory(kind: str, length: int, num_layers: int) -> dict[str, float]:
   }
 
 
-def compare_memory(length: int, num_layers: int) -> dict[str, Any]:
+def compare_memory(length: int, layers: list[int]) -> list[dict[str, Any]]:
   """Each kind in a process of its own, as a peak is that of a process."""
-  results = {}
-  print(f"{num_layers} layers of {length} causal tokens, forward and backward\n")
-  print("| | peak of the GPU, GB | temporary memory of the program, GB | ms |\n|---|---|---|---|")
-  for number, kind in enumerate(_KINDS):
+  results = []
+  print(f"{length} causal tokens, forward and backward\n")
+  print("| layers | | peak of the GPU, GB | temporary memory of the program, GB | ms |")
+  print("|---|---|---|---|---|")
+  for num_layers, (number, kind) in itertools.product(layers, enumerate(_KINDS)):
     command = [sys.executable, "-m", "benchmarks.mla", "memory", "--length", str(length)]
     command += ["--layers", str(num_layers), "--kind", str(number)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    results[kind] = x = json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    x = json.loads(done.stdout.splitlines()[-1])
+    results.append({"layers": num_layers, "kept": kind, "length": length} | x)
     print(
-      f"| {kind} | {x['peak_bytes'] / 1e9:.2f} | {x['temporary_bytes'] / 1e9:.2f} | "
-      f"{x['time_ms']:.1f} |"
+      f"| {num_layers} | {kind} | {x['peak_bytes'] / 1e9:.2f} | {x['temporary_bytes'] / 1e9:.2f} | "
+      f"{x['time_ms']:.1f} |",
+      flush=True,
     )
   return results
 
@@ -199,30 +226,46 @@ def compare_memory(length: int, num_layers: int) -> dict[str, Any]:
 # --- how it scales ---
 
 
-def links_of(form: str, network: float = NETWORKS[0]) -> Links:
+_ROWS = jax.ShapeDtypeStruct((1, WIDTHS["latents"]), jnp.bfloat16)
+
+
+def priced_expansion() -> tuple[float, float]:
+  """Seconds a row, forward and backward, that the planner takes expansion to cost."""
+  kv_b = jnp.zeros((RANK, HEADS, NOPE + VALUE), jnp.bfloat16)
+  return Links().for_expand(lambda latent: expand(latent, kv_b), _ROWS).expand_seconds
+
+
+def links_of(form: str, network: float, expand_seconds: tuple[float, float]) -> Links:
   """What a token's rows and pairs cost."""
   rows = jax.ShapeDtypeStruct((1, WIDTHS[form]), jnp.bfloat16)
   links = Links(near=NVLINK, far=network, latency=LATENCY)
-  return links.for_rows(rows).for_heads(HEADS, NOPE + ROPE, VALUE)
+  links = links.for_rows(rows).for_heads(HEADS, NOPE + ROPE, VALUE)
+  if form == "expanded":
+    return links
+  return dataclasses.replace(links, expand_seconds=expand_seconds)
 
 
-def make_key(form: str, name: str, cp_size: int, degree: int) -> jax_magi.DistAttnKey:
+@functools.cache
+def make_key(
+  form: str, name: str, cp_size: int, network: float, expand_seconds: tuple[float, float]
+) -> jax_magi.DistAttnKey:
   """The plan of a mask on ranks of 8192 tokens."""
-  key = jax_magi.magi_attn_flex_key(
+  return jax_magi.magi_attn_flex_key(
     MASKS[name](cp_size * LOCAL),
     cp_size=cp_size,
-    overlap_degree=degree,
+    overlap_degree="auto",
     ranks_per_node=min(NODE, cp_size),
-    links=links_of(form),
+    links=links_of(form, network, expand_seconds),
   )
-  if form == "latents":  # Its stages merge results, as `calc_latent_attn` has it.
-    key = dataclasses.replace(key, whole_slices=None, whole_runs=None)
-  return key
 
 
-def stage_lengths(key: jax_magi.DistAttnKey) -> list[int]:
-  """Rows of each stage, padding included."""
-  return [LOCAL] * bool(key.spec.overlap_degree) + list(key.capacities.rows)
+def expanded_rows(form: str, key: jax_magi.DistAttnKey) -> list[tuple[int, int]]:
+  """Rows that are expanded in each stage, padding included, forward and backward."""
+  if form == "expanded":  # Each rank's own, before they travel.
+    return [(LOCAL, LOCAL)]
+  room, own = key.capacities, [LOCAL] * bool(key.spec.overlap_degree)
+  whole = room.rows if room.whole_rows is None else room.whole_rows
+  return list(zip([*own, *whole], [*own, *room.rows], strict=True))
 
 
 class Expansion:
@@ -230,14 +273,14 @@ class Expansion:
 
   def __init__(self):
     self._forward = jax.jit(expand)
-    self._backward = jax.jit(lambda x, w, k, v: jax.vjp(expand, x, w)[1]((k, v)))
+    self._backward = jax.jit(lambda x, w, k, v: both_passes(expand, (x, w), (k, v)))
 
   @functools.cache  # noqa: B019 (it lives as long as the program)
   def times(self, count: int) -> tuple[float, float]:
     """Of so many rows."""
     if not count:
       return 0.0, 0.0
-    _, latent, (kv_b,) = make_operands(count)
+    latent, (kv_b,) = make_latents(count)
     k, v = self._forward(latent, kv_b)
     return (
       seconds(self._forward, latent, kv_b, **_REPEATS),
@@ -245,31 +288,50 @@ class Expansion:
     )
 
 
-def measure(names: list[str], sizes: list[int], degrees: list[int], path: Path) -> None:
+def measure(names: list[str], sizes: list[int], path: Path) -> None:
   """Writes what it has after each cell, so that a run that is cut short is not lost."""
   kernels, expansion = Kernels((HEADS, HEADS), (NOPE + ROPE, VALUE)), Expansion()
   cells: list[dict[str, Any]] = []
   alone: dict[str, Any] = {}
-  data = {"device": jax.devices()[0].device_kind, "alone": alone, "cells": cells}
+  prices = priced_expansion()
+  device = jax.devices()[0].device_kind
+  data = {"device": device, "expand_seconds": prices, "alone": alone, "cells": cells}
   for name in names:
     length = 2 * LOCAL
     mask = MASKS[name](length)
     forward, backward = kernels.alone(np.asarray(mask.pad(256).slices), length)
     own = expansion.times(LOCAL)
     alone[name] = {"area": mask.area(), "seconds": forward + backward, "expansion": sum(own)}
-    for cp_size in sizes:
-      for form in WIDTHS:
-        for degree in degrees:
-          key = make_key(form, name, cp_size, degree)
-          counts = stage_lengths(key) if form == "latents" else [LOCAL]
-          cell = {"mask": name, "form": form, "cp_size": cp_size, "degree": degree}
-          cell |= time_ranks(kernels, key)
-          cell["expansion"] = [expansion.times(count) for count in counts]
-          cells.append(cell)
-          slowest = (np.sum(cell[name], axis=1).max() for name in ("forward", "backward"))
-          times = *slowest, np.sum(cell["expansion"])
-          print(f"{name}, {form}, cp {cp_size}, degree {degree}: ms {1e3 * np.array(times)}")
-          path.write_text(json.dumps(data, indent=1) + "\n")
+  measured: list[tuple[jax_magi.DistAttnKey, dict[str, Any]]] = []
+  for cp_size, name in itertools.product(sizes, names):
+    for network, form in itertools.product(networks_of(cp_size), WIDTHS):
+      key = make_key(form, name, cp_size, network, prices)
+      # Two networks often have one plan.
+      found = next((times for other, times in measured if _is_same(other, key)), None)
+      if found is None:
+        found = time_ranks(kernels, key)
+        measured.append((key, found))
+        kernels.forget_operands()
+      cell = {"mask": name, "form": form, "cp_size": cp_size, "network": network} | found
+      cell["expansion"] = [
+        (expansion.times(forward)[0], expansion.times(backward)[1])
+        for forward, backward in expanded_rows(form, key)
+      ]
+      cells.append(cell)
+      slowest = (np.sum(cell[name], axis=1).max() for name in ("forward", "backward"))
+      times = *slowest, np.sum(cell["expansion"])
+      print(
+        f"{name}, {form}, cp {cp_size}, {network / 1e9:.0f} GB/s, degree {cell['degree']}: "
+        f"ms {1e3 * np.array(times)}",
+        flush=True,
+      )
+      path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _is_same(key: jax_magi.DistAttnKey, other: jax_magi.DistAttnKey) -> bool:
+  """Whether ranks compute the same in both."""
+  leaves = [jax.tree.leaves((x.slices, x.whole_slices)) for x in (key, other)]
+  return key.spec.capacities == other.spec.capacities and all(map(np.array_equal, *leaves))
 
 
 def predict(data: dict[str, Any]) -> str:
@@ -280,40 +342,38 @@ def predict(data: dict[str, Any]) -> str:
     "efficiency |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
   ]
-  best: dict[tuple[Any, ...], tuple[float, str]] = {}
-  for cell in data["cells"]:
-    for network in NETWORKS if cell["cp_size"] > NODE else NETWORKS[:1]:
-      total, line = _predict(cell, data["alone"][cell["mask"]], network)
-      group = (cell["mask"], cell["cp_size"], network, cell["form"])
-      best[group] = min(best.get(group, (total, line)), (total, line))
-  return "\n".join([*lines, *(line for _, line in best.values())]) + "\n"
+  prices = tuple(data["expand_seconds"])  # With these, plans are those that were timed.
+  lines += [_predict(cell, data["alone"][cell["mask"]], prices) for cell in data["cells"]]
+  return "\n".join(lines) + "\n"
 
 
-def _predict(cell: dict[str, Any], alone: dict[str, Any], network: float) -> tuple[float, str]:
-  key = make_key(cell["form"], cell["mask"], cell["cp_size"], cell["degree"])
+def _predict(cell: dict[str, Any], alone: dict[str, Any], prices: tuple[float, float]) -> str:
+  network, is_latent = cell["network"], cell["form"] == "latents"
+  key = make_key(cell["form"], cell["mask"], cell["cp_size"], network, prices)
   stats, spec = key.stats(), key.spec
+  expansion = np.array(cell["expansion"])
   found = predict_pass(
     spec.capacities.hops,
     spec.ranks,
     spec.overlap_degree,
     kernels_of_ranks(cell, key),
-    links_of(cell["form"], network),
+    links_of(cell["form"], network, prices),
     spec.capacities.orders,
+    expansion=expansion if is_latent else None,
   )
-  # Beside no transfer.
-  expansion = float(np.sum(cell["expansion"]))
-  total = found.total + expansion
+  kernels = found.kernels - is_latent * expansion.sum()
+  total = found.total + (not is_latent) * expansion.sum()
   ideal = alone["seconds"] / alone["area"] * stats.area.mean() + alone["expansion"]
-  rows = [stats.levels[level].padded_rows for level in spec.levels]
-  far, near = rows if len(rows) == 2 else (0, rows[0])
+  by_link = [rows_by_link(hop, spec.ranks) for hops in spec.capacities.hops for hop in hops]
+  far, near = map(sum, zip(*by_link, strict=True))
   name = f"{network / 1e9:.0f}" if cell["cp_size"] > NODE else "-"
-  line = (
+  whole = ", whole queries" if key.whole_slices is not None else ""
+  return (
     f"| {cell['mask']} | {cell['cp_size']} | {name} | {cell['form']} | {spec.transport}, "
-    f"{spec.overlap_degree} | {stats.balance:.3f} | {far}, {near} | {1e3 * ideal:.1f} | "
-    f"{1e3 * found.kernels:.1f} | {1e3 * expansion:.1f} | {1e3 * found.exposed:.1f} | "
+    f"{spec.overlap_degree}{whole} | {stats.balance:.3f} | {far}, {near} | {1e3 * ideal:.1f} | "
+    f"{1e3 * kernels:.1f} | {1e3 * expansion.sum():.1f} | {1e3 * found.exposed:.1f} | "
     f"{ideal / total:.0%} |"
   )
-  return total, line
 
 
 def main(argv: list[str]) -> None:
@@ -321,17 +381,16 @@ def main(argv: list[str]) -> None:
   parser.add_argument("part", choices=["layer", "memory", "measure", "predict"])
   parser.add_argument("--json", type=Path)
   parser.add_argument("--length", type=int, default=8192)
-  parser.add_argument("--layers", type=int, default=4)
+  parser.add_argument("--layers", type=int, nargs="+", default=[1, 4])
   parser.add_argument("--kind", type=int, help=argparse.SUPPRESS)
   parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64])
   parser.add_argument("--masks", nargs="+", choices=MASKS, default=["causal", "varlen causal"])
-  parser.add_argument("--degrees", type=int, nargs="+", default=list(DEGREES))
   parser.add_argument("--markdown", type=Path)
   options = parser.parse_args(argv)
   if options.part == "memory" and options.kind is not None:
-    print(json.dumps(measure_memory(_KINDS[options.kind], options.length, options.layers)))
+    print(json.dumps(measure_memory(_KINDS[options.kind], options.length, options.layers[0])))
   elif options.part in ("layer", "memory"):
-    calls: dict[str, Callable[[], dict[str, Any]]] = {
+    calls: dict[str, Callable[[], Any]] = {
       "layer": lambda: time_layer(options.length),
       "memory": lambda: compare_memory(options.length, options.layers),
     }
@@ -341,7 +400,7 @@ def main(argv: list[str]) -> None:
   elif options.json is None:
     parser.error("--json is needed: the times of kernels")
   elif options.part == "measure":
-    measure(options.masks, options.sizes, options.degrees, options.json)
+    measure(options.masks, options.sizes, options.json)
   else:
     text = predict(json.loads(options.json.read_text()))
     print(text)

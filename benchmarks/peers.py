@@ -284,7 +284,7 @@ def _sdpa_ways(cell: Cell) -> list[Attention]:
 
 
 def _sdpa_limit(cell: Cell) -> str | None:
-  return "is timed by JAX" if len(set(cell.dims)) == 1 else None
+  return "is timed by JAX" if cell.value_dim is None else None
 
 
 def as_ranges(mask: AttentionMask) -> tuple[list, list, list]:
@@ -380,7 +380,7 @@ PEERS = (
     has_value_dims=True,
     framework="torch",
   ),
-  Peer(  # JAX has no call of it where values have other dims.
+  Peer(  # Timed with `--dims` alone: JAX has no call of it where values have other dims.
     "cudnn_torch",
     "cuDNN (PyTorch)",
     _sdpa_ways,

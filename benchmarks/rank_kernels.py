@@ -87,6 +87,10 @@ class Kernels:
     kind = f"backward{is_first}{is_last}"
     return self._seconds(kind, backward, q, k, v, lse, lse * 0.0, table, dq) - copies
 
+  def forget_operands(self) -> None:
+    """Those of many keys take gigabytes."""
+    self._operands.cache_clear()
+
   def _lse(self):
     return self.jnp.full((1, LOCAL, self.heads[0]), 9.0, np.float32)
 

@@ -1,7 +1,6 @@
 """Draws the charts of performance.md from benchmarks/results: `python docs/make_charts.py`."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 
 IMAGES = Path(__file__).parent / "images"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-_COLORS = {"jax_magi": "C0", "cuDNN": "C1", "jax_magi, padded": "C7", "XLA": "C1", "unfused": "C2"}
+_COLORS = {"jax_magi": "C0", "cuDNN": "C1", "XLA": "C1", "unfused": "C2"}
 _MASKS = {
   "full": "full",
   "causal": "causal",
@@ -54,16 +53,18 @@ def _draw_bars(ax: plt.Axes, groups: Sequence[str], bars: dict[str, list[float]]
   ax.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_latents() -> None:
-  """The backward pass with head dims 192 and 128, from the table of the results."""
-  text = (RESULTS / "README.md").read_text()
-  rows = re.findall(r"^\| 192, 128 \| ([\w, ]+) \|(.*)\|$", text, re.MULTILINE)
-  bars = {name: [float(x.strip() or "nan") for x in line.split("|")] for name, line in rows}
-  figure, axes = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained", sharey=True)
-  for ax, title, half in zip(axes, ("full", "causal"), (slice(0, 3), slice(3, 6)), strict=True):
-    shown = {name: values[half] for name, values in bars.items()}
-    _draw_bars(ax, ["4k", "8k", "16k"], shown)
-    ax.set(title=title, xlabel="tokens")
+def _draw_wide_heads() -> None:
+  """Both passes under a causal mask, with head dims 192 and 128, and 256."""
+  figure, axes = plt.subplots(1, 4, figsize=(10, 2.8), layout="constrained", sharey=True)
+  files = {"192 and 128": "h200_dims_192_128.json", "256": "h200_dims_256.json"}
+  panels = [(dims, kind) for dims in files for kind in ("forward", "backward")]
+  for ax, (dims, kind) in zip(axes, panels, strict=True):
+    rows = json.loads((RESULTS / files[dims]).read_text())[kind]
+    rows = sorted((r for r in rows if r["mask"] == "causal"), key=lambda r: r["length"])
+    names = {"ours": "jax_magi", "cudnn_torch": "cuDNN"}
+    bars = {label: [row[by] for row in rows] for by, label in names.items()}
+    _draw_bars(ax, [f"{row['length'] // 1024}k" for row in rows], bars)
+    ax.set(title=f"{kind}, {dims}", xlabel="tokens")
   axes[0].set_ylabel("TFLOP/s")
   figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
   figure.savefig(RESULTS / "h200_mla.png", dpi=120)
@@ -93,5 +94,5 @@ def _draw_softmax() -> None:
 if __name__ == "__main__":
   _draw_attention("forward")
   _draw_attention("backward")
-  _draw_latents()
+  _draw_wide_heads()
   _draw_softmax()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_magi
@@ -100,20 +101,32 @@ def test_stand_in_for_communication_is_registered_by_benchmarks_alone():
   assert not set(module.handlers()) & set(STAND_IN_TARGETS)
 
 
+def test_expansion_is_priced_as_it_was_measured():
+  """Within 5% of what 8192 rows took on an H200."""
+  results = Path(mla.__file__).parent / "results" / "h200_mla_layer.json"
+  for parts in json.loads(results.read_text()).values():
+    measured = parts["expansion"]["forward"], parts["expansion"]["both"]
+    np.testing.assert_allclose(8192 * np.array(mla.priced_expansion()), measured, rtol=0.05)
+
+
 def test_latents_scale_better_than_expanded_rows():
   """The prediction of the study, from times of kernels and of expansion that are made up."""
   cells = []
+  prices = mla.priced_expansion()
   for form in mla.WIDTHS:
-    key = mla.make_key(form, "varlen causal", 16, 1)
-    areas = [key.areas(is_forward=is_forward)[:1].tolist() for is_forward in (True, False)]
-    times = {"areas": areas, "expansion": [(0.0, 0.0)]}
-    for name, area, rate in zip(("forward", "backward"), areas, (1e-10, 1.7e-10), strict=True):
-      times[name] = [[rate * x for x in stages] for stages in area]
-    cells.append({"mask": "varlen causal", "form": form, "cp_size": 16, "degree": 1, **times})
-  alone = {"varlen causal": {"area": 10**8, "seconds": 0.027, "expansion": 0.0}}
-  rows = [
-    line for line in mla.predict({"alone": alone, "cells": cells}).splitlines() if "%" in line
-  ]
+    for network in (50e9, 100e9):
+      key = mla.make_key(form, "varlen causal", 16, network, prices)
+      areas = [key.areas(is_forward=is_forward)[:1].tolist() for is_forward in (True, False)]
+      rows = mla.expanded_rows(form, key)
+      times = {"areas": areas, "expansion": [(4e-8 * a, 1.2e-7 * b) for a, b in rows]}
+      for name, area, rate in zip(("forward", "backward"), areas, (1e-10, 1.7e-10), strict=True):
+        times[name] = [[rate * x for x in stages] for stages in area]
+      cells.append(
+        {"mask": "varlen causal", "form": form, "cp_size": 16, "network": network, **times}
+      )
+  alone = {"varlen causal": {"area": 10**8, "seconds": 0.027, "expansion": 8192 * 1.6e-7}}
+  data = {"expand_seconds": prices, "alone": alone, "cells": cells}
+  rows = [line for line in mla.predict(data).splitlines() if "%" in line]
   efficiency = {
     (cells[3].strip(), cells[4].strip()): int(cells[-2].strip(" %"))
     for cells in (line.split("|") for line in rows)
