@@ -21,7 +21,12 @@ def _arithmetic(dtype) -> tuple[np.dtype, Rounding]:
   """The dtype that arrays are kept in, and what is done to the result of each operation."""
   if dtype == np.float64:
     return np.dtype(np.float64), lambda x: x
-  return np.dtype(np.float32), lambda x: x.astype(dtype).astype(np.float32)
+
+  def rounded(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # What is too large for 16 bits becomes infinite, as in XLA.
+      return x.astype(dtype).astype(np.float32)
+
+  return np.dtype(np.float32), rounded
 
 
 def attention(

@@ -13,8 +13,7 @@ from tests.cases import CASES
 from tests.sizes import in_turns, name_of
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(("case", "dtype"), in_turns(CASES, DTYPES), ids=name_of)
 def test_case_on_cpu(case, dtype):
   check_attention(case.make_inputs(dtype), case.mask, "cpu", **case.options)
 

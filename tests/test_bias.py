@@ -38,7 +38,10 @@ def test_blockwise_over_several_blocks(bias):
   check_attention(inputs, mask, "blockwise")
 
 
-@implementations
+# Of both, ops.py has what keeps the gradient exact, and the plain path takes long for many slices.
+@pytest.mark.parametrize(
+  "implementation", ["cpu", pytest.param("blockwise", marks=pytest.mark.long)]
+)
 def test_slopes_of_queries_far_from_their_keys(implementation):
   """Their gradient is near that of float32 arrays. From a rounded `out`, it is off by 13 to 70%."""
   inputs, mask = many_slices((2, 1), (64, 64), None)

@@ -109,7 +109,7 @@ def _mean_error(x, truth):
   return np.sqrt(np.mean((x[finite] - truth[finite]) ** 2))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.long)])
 def test_plain_computation_is_as_exact_as_that_of_xla(dtype):
   """It sets the tolerance of every test: were it less exact, tests would allow more."""
   ratios = collections.defaultdict(list)

@@ -10,8 +10,10 @@ from jax_magi._src.exchange_check import api as exchange_api
 from tests.doc_blocks import blocks_of, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
-# Their code trains models, or compiles programs for many devices.
+# Their code trains models, compiles programs for many devices, or many operations one by one.
 _LONG_PAGES = {
+  "README.md",
+  "docs/attention.md",
   "docs/context_parallel.md",
   "docs/guides/context_parallel.md",
   "docs/guides/memory.md",
@@ -20,6 +22,7 @@ _LONG_PAGES = {
   "docs/guides/packed_documents.md",
   "docs/integrations.md",
   "docs/mla.md",
+  "docs/numerics.md",
   "docs/overlap.md",
   "docs/qk_clip.md",
   "docs/reference/attention.md",

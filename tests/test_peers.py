@@ -109,7 +109,7 @@ def test_a_peer_that_computes_something_else_is_not_compared():
 
 
 def test_rows_that_see_nothing_are_not_compared():
-  cell = _cell("shared_question", 1501)
+  cell = _cell("shared_question", 301)
   assert not cell.mask.to_dense().any(axis=1).all()
   assert "seconds" in timed(XLA, cell)
 

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 import jax_magi
 from jax_magi import fused_scale_mask_softmax
 from jax_magi._src.softmax import api, megatron
+from tests.accuracy import DTYPES
 from tests.arrays import normal
+from tests.sizes import in_turns, name_of
 from tests.softmax_cases import BROADCASTS, CASES, ROWS, SoftmaxCase, check_softmax
 
 _IMPLEMENTATIONS = ["cpu", "xla"]
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "dtype"), in_turns(ROWS, DTYPES), ids=name_of)
 def test_row(case, dtype):
   check_softmax(case, dtype, "cpu")
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "dtype"), in_turns(CASES, DTYPES), ids=name_of)
 def test_case(case, dtype):
   check_softmax(case, dtype, "cpu")
 
