@@ -17,7 +17,7 @@ _INTERNAL = {
   "AttentionMask": {"tree_flatten_with_keys", "tree_unflatten"},
   "DistAttnKey": {"dispatches"},
   "ExchangeReport": {"level_name"},
-  "Links": {"near_row", "far_row"},
+  "Links": {"near_row", "far_row", "expand_row"},
   "MlaProjections": {"roles"},
   "Projection": {"factor_axes", "parsed", "sizes", "spread"},
   "QkProjections": {"roles"},
