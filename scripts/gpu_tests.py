@@ -28,7 +28,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("CMakeLists.txt", "cc", "jax_magi", "tests")
-MAX_GROUP = 40  # Tests in one process: with more, the last process would run alone for long.
+# Tests in one process. With more, the last process would run alone for long; with fewer, most of
+# the time would go to starting processes.
+MAX_GROUP, MIN_GROUP = 40, 5
 TEST_LIMIT_S = 300  # A test that takes longer hangs.
 OUTCOMES = ("passed", "failed", "skipped", "not run")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -178,14 +180,15 @@ def collect(root: Path, *arguments: str) -> list[str]:
   return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_jobs(tests: Iterable[str], results: Results) -> list[Job]:
+def test_jobs(tests: list[str], results: Results, num_processes: int) -> list[Job]:
   """Groups of neighbours, which share compiled programs; what takes longest comes first."""
+  most = min(MAX_GROUP, max(MIN_GROUP, math.ceil(len(tests) / num_processes)))
   record = ("--record", str(results.path), results.build, results.call)
   command = test_command("--capture=no", "--tb=short", *record)
   groups = []
   for _, neighbours in itertools.groupby(tests, key=lambda test: test.split("::")[0]):
     found = list(neighbours)
-    size = math.ceil(len(found) / math.ceil(len(found) / MAX_GROUP))
+    size = math.ceil(len(found) / math.ceil(len(found) / most))
     groups += [found[i : i + size] for i in range(0, len(found), size)]
   seconds = {line["id"]: line["seconds"] for line in results.lines() if line["seconds"]}
   groups.sort(key=lambda group: -sum(seconds.get(test, 1.0) for test in group))
@@ -297,7 +300,7 @@ def run_all(
 ) -> int:
   """Runs what failed or has no result, prints the table, and returns the exit status."""
   done = {test for test, line in results.final().items() if line["outcome"] != "failed"}
-  jobs = test_jobs([test for test in tests if test not in done], results)
+  jobs = test_jobs([test for test in tests if test not in done], results, limits.num_processes)
   jobs += [job for job in sanitizers if job.command and job.tests[0] not in done]
   try:
     run_jobs(jobs, results, root, limits)

@@ -52,8 +52,6 @@ def _assert_same(got, expected, *, is_exact):
 @pytest.mark.parametrize("kind", ["plain", "terms"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_forward(head_dim, kind, is_known):
-  if head_dim == 256 and kind == "terms":
-    pytest.skip("larger head dims take the blockwise path with terms")
   mask, terms = AttentionMask.causal(_LENGTH), _terms(kind)
 
   def layers(q, k, v, slices):
@@ -71,8 +69,6 @@ def test_forward(head_dim, kind, is_known):
 @pytest.mark.parametrize("kind", ["plain", "terms"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_backward(head_dim, kind, deterministic):
-  if head_dim == 256 and kind == "terms":
-    pytest.skip("larger head dims take the blockwise path with terms")
   mask, terms = AttentionMask.causal(_LENGTH), _terms(kind)
 
   def loss(q, k, v, terms):

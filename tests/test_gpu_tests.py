@@ -182,9 +182,15 @@ def test_groups_are_neighbours_and_the_longest_come_first(tmp_path):
   many = [f"test_many.py::test_{i}" for i in range(gpu_tests.MAX_GROUP + 2)]
   few = ["test_few.py::test_quick", "test_few.py::test_long"]
   results.append("test_few.py::test_long", "passed", seconds=1000)
-  groups = [job.tests for job in gpu_tests.test_jobs([*many, *few], results)]
+  groups = [job.tests for job in gpu_tests.test_jobs([*many, *few], results, num_processes=1)]
   half = len(many) // 2
   assert groups == [few, many[:half], many[half:]]
+
+
+def test_few_tests_are_spread_over_the_processes(tmp_path):
+  tests = [f"test_one.py::test_{i}" for i in range(28)]
+  jobs = gpu_tests.test_jobs(tests, _results(tmp_path, "first"), num_processes=14)
+  assert [len(job.tests) for job in jobs] == [5, 5, 5, 5, 5, 3]
 
 
 def test_digest_is_of_sources_and_build(tmp_path):
