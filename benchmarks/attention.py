@@ -26,6 +26,7 @@ import numpy as np
 import jax_magi
 from benchmarks import attention_gpu, jax_passes
 from benchmarks.beside import Beside
+from benchmarks.masks import MASKS
 from benchmarks.peers import PEERS, Attention, Cell, Peer
 
 LENGTH, NUM_HEADS, HEAD_DIM = 4096, 8, 64
@@ -143,6 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--parts", nargs="+", default=[], choices=list(attention_gpu.PARTS))
   parser.add_argument("--lengths", nargs="+", type=int)
   parser.add_argument("--dims", type=_dims, metavar="KEY,VALUE")
+  parser.add_argument("--masks", nargs="+", choices=list(MASKS), help="with --dims")
+  parser.add_argument("--implementation", default="cuda", help='such as "cuda_sm80"')
   parser.add_argument("--peak-memory", nargs=2, metavar=("BY", "LENGTH"), help=argparse.SUPPRESS)
   options = parser.parse_args(arguments)
   if options.peak_memory:
@@ -150,9 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     return
   peers = [peer for peer in PEERS if peer.name in options.peers]
   if jax.default_backend() == "gpu":
-    attention_gpu.main(
-      options.json, options.plot, options.parts, options.lengths, peers, options.dims
-    )
+    masks = tuple(options.masks or attention_gpu.MASKS_OF_DIMS)
+    choice = attention_gpu.Choice(options.dims, options.implementation, masks)
+    attention_gpu.main(options.json, options.plot, options.parts, options.lengths, peers, choice)
   else:
     _main_on_cpu(options.json, options.plot, peers)
 

@@ -29,8 +29,6 @@ from jax_magi import AttentionMask
 
 LENGTHS = [2**i for i in range(10, 17)]
 BACKWARD_LENGTHS = [n for n in LENGTHS if n <= 32768]
-# Of keys and of values.
-Dims = tuple[int, int] | None
 # head_dim, query heads, kv heads
 MODELS = [(128, 48, 8), (64, 32, 32)]
 # Masks that most peers have: these are also timed in both models, and as single calls.
@@ -40,6 +38,21 @@ NUM_HEADS_OF_DIMS, MASKS_OF_DIMS = 64, (*SIMPLE, "varlen_causal")
 # Where the deterministic backward pass is timed, too. In the second, documents begin anywhere; in
 # the first, at multiples of the units in which queries have turns.
 DETERMINISTIC_LENGTHS = (8192, 16384)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What to time instead of the two models.
+
+  Attributes:
+    dims: of keys and of values; None is the two models.
+    implementation: of ours.
+    masks: with dims, those to time.
+  """
+
+  dims: tuple[int, int] | None = None
+  implementation: str = "cuda"
+  masks: tuple[str, ...] = MASKS_OF_DIMS
 
 
 # A few launches in a row, whatever they take: one alone would show the host's part too.
@@ -55,7 +68,7 @@ def matrix_product_rate() -> float:
 
 def _ours(mask: AttentionMask, **options) -> Callable:
   """With a known mask, as a constant of the program."""
-  options["implementation"] = "cuda"
+  options = {"implementation": "cuda"} | options
   return lambda q, k, v: jax_magi.attention(q, k, v, mask, **options)[0]
 
 
@@ -68,7 +81,8 @@ def _flop(cell: Cell) -> float:
 
 def _rate(cell: Cell, **options) -> float:
   """TFLOP/s of ours."""
-  return _flop(cell) / jax_passes.seconds(_ours(cell.mask, **options), cell) / 1e12
+  ours = _ours(cell.mask, implementation=cell.implementation, **options)
+  return _flop(cell) / jax_passes.seconds(ours, cell) / 1e12
 
 
 def _add_peers(row: dict, cell: Cell, beside: Beside, names=None, suffix: str = "") -> None:
@@ -103,24 +117,25 @@ def _print_row(row: dict, text: str) -> None:
   print(f"  {place} {row['ours']:7.1f} {text}", flush=True)
 
 
-def _cells(lengths: list[int], direction: str, dims: Dims) -> Iterator[Cell]:
-  if dims:
+def _cells(lengths: list[int], direction: str, choice: Choice) -> Iterator[Cell]:
+  options: dict[str, Any] = {"direction": direction, "implementation": choice.implementation}
+  if choice.dims:
+    head_dim, value_dim = choice.dims
     heads = (NUM_HEADS_OF_DIMS, NUM_HEADS_OF_DIMS)
-    for length, name in itertools.product(lengths, MASKS_OF_DIMS):
-      mask = MASKS[name](length)
-      yield Cell(name, mask, dims[0], *heads, direction=direction, value_dim=dims[1])
+    for length, name in itertools.product(lengths, choice.masks):
+      yield Cell(name, MASKS[name](length), head_dim, *heads, value_dim=value_dim, **options)
     return
   for head_dim, num_q_heads, num_kv_heads in MODELS:
     for length in lengths:
       for name, make in MASKS.items():
         if direction == "backward" and name not in SIMPLE and head_dim != MODELS[0][0]:
           continue
-        yield Cell(name, make(length), head_dim, num_q_heads, num_kv_heads, direction=direction)
+        yield Cell(name, make(length), head_dim, num_q_heads, num_kv_heads, **options)
 
 
-def time_forward(lengths: list[int], beside: Beside, dims: Dims = None) -> list[dict]:
+def time_forward(lengths: list[int], beside: Beside, choice: Choice) -> list[dict]:
   rows = []
-  for cell in _cells(lengths, "forward", dims):
+  for cell in _cells(lengths, "forward", choice):
     row, text = _beside_peers(cell, beside)
     if cell.name in SAME_AREA:
       other = dataclasses.replace(cell, mask=varlen_of_same_area(cell.mask))
@@ -131,9 +146,9 @@ def time_forward(lengths: list[int], beside: Beside, dims: Dims = None) -> list[
   return rows
 
 
-def time_backward(lengths: list[int], beside: Beside, dims: Dims = None) -> list[dict]:
+def time_backward(lengths: list[int], beside: Beside, choice: Choice) -> list[dict]:
   rows = []
-  for cell in _cells(lengths, "backward", dims):
+  for cell in _cells(lengths, "backward", choice):
     row, text = _beside_peers(cell, beside)
     if cell.length in DETERMINISTIC_LENGTHS:
       row["deterministic"] = _rate(cell, deterministic=True)
@@ -309,15 +324,14 @@ def plot(rows: list[dict], beside: Beside, path: Path, title: str) -> None:
   plt.close(figure)
 
 
-# Part of the benchmark -> its rows, given the numbers of tokens or none, the peers, and head dims
-# or none.
-PARTS: dict[str, Callable[[list[int] | None, Beside, Dims], list[dict]]] = {
+# Part of the benchmark -> its rows, given the numbers of tokens or none, the peers, and the choice.
+PARTS: dict[str, Callable[[list[int] | None, Beside, Choice], list[dict]]] = {
   "forward": lambda lengths, *others: time_forward(lengths or LENGTHS, *others),
   "backward": lambda lengths, *others: time_backward(lengths or BACKWARD_LENGTHS, *others),
   "max_logits": lambda lengths, *_: time_max_logits(lengths or [4096, 8192, 16384]),
   "traced_masks": lambda *_: time_traced_masks(),
   "scale": lambda *_: time_scale(),
-  "bias": lambda lengths, _, dims: time_bias(lengths or [8192], dims),
+  "bias": lambda lengths, _, choice: time_bias(lengths or [8192], choice.dims),
 }
 _TITLES = {
   "forward": "   dim tokens mask                 TFLOP/s",
@@ -335,7 +349,7 @@ def main(
   parts: list[str],
   lengths: list[int] | None,
   peers: Sequence[Peer],
-  dims: Dims = None,
+  choice: Choice,
 ) -> None:
   device = jax.devices()[0]
   rate = matrix_product_rate()
@@ -345,7 +359,7 @@ def main(
     results: dict[str, Any] = {"device": device.device_kind, "peers": beside.describe()}
     for part in parts or PARTS:
       print(_TITLES[part])
-      results[part] = PARTS[part](lengths, beside, dims)
+      results[part] = PARTS[part](lengths, beside, choice)
       if json_path:  # After each part, so that an end before its time loses nothing.
         json_path.write_text(json.dumps(results, indent=1) + "\n")
   rate_after = matrix_product_rate()

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_magi
 from benchmarks.masks import MASKS, WINDOW
 from jax_magi import AttentionMask, MaskType
 
@@ -34,6 +35,7 @@ class Cell:
     direction: "forward", "backward" (alone) or "both".
     is_single: one call in a program, however short; else those of few tokens are several.
     value_dim: of values; None is `head_dim`.
+    implementation: of ours.
   """
 
   name: str
@@ -45,6 +47,7 @@ class Cell:
   direction: str = "forward"
   is_single: bool = False
   value_dim: int | None = None
+  implementation: str = "cuda"
 
   @property
   def dims(self) -> tuple[int, int]:
@@ -141,6 +144,17 @@ class Peer:
 
 def _gpu_absence() -> str | None:
   return None if jax.default_backend() == "gpu" else "needs an NVIDIA GPU"
+
+
+# --- Our own path without kernels ---
+
+
+def _blockwise_ways(cell: Cell) -> list[Attention]:
+  return [lambda q, k, v: jax_magi.attention(q, k, v, cell.mask, implementation="blockwise")[0]]
+
+
+def _named_limit(cell: Cell) -> str | None:
+  return "is timed with --implementation" if cell.implementation == "cuda" else None
 
 
 # --- What JAX brings ---
@@ -265,7 +279,8 @@ def _first(found):
   return found[0] if isinstance(found, tuple) else found
 
 
-def _sdpa_ways(cell: Cell) -> list[Attention]:
+def _sdpa_ways(cell: Cell, *, backend: str) -> list[Attention]:
+  """Of PyTorch's attention, with a backend that `SDPBackend` names."""
   import torch
   from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -276,7 +291,7 @@ def _sdpa_ways(cell: Cell) -> list[Attention]:
 
   def attend(q, k, v):
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    with sdpa_kernel(getattr(SDPBackend, backend)):
       out = torch.nn.functional.scaled_dot_product_attention(*heads_first, **options)
     return out[0].transpose(0, 1)
 
@@ -383,7 +398,7 @@ PEERS = (
   Peer(  # Timed with `--dims` alone: JAX has no call of it where values have other dims.
     "cudnn_torch",
     "cuDNN (PyTorch)",
-    _sdpa_ways,
+    functools.partial(_sdpa_ways, backend="CUDNN_ATTENTION"),
     needs=("torch",),
     absence=functools.partial(_torch_absence, "torch.nn.attention"),
     masks=("full", "causal"),
@@ -391,6 +406,18 @@ PEERS = (
     limit=_sdpa_limit,
     framework="torch",
   ),
+  # The next two run on every GPU since Ampere, as the kernels that `--implementation` names do.
+  Peer(
+    "flash_attention_2",
+    "FlashAttention-2 (PyTorch)",
+    functools.partial(_sdpa_ways, backend="FLASH_ATTENTION"),
+    needs=("torch",),
+    absence=functools.partial(_torch_absence, "torch.nn.attention"),
+    masks=("full", "causal"),
+    limit=_named_limit,
+    framework="torch",
+  ),
+  Peer("blockwise", "plain JAX", _blockwise_ways, limit=_named_limit, has_value_dims=True),
   Peer(
     "magi_attention",
     "MagiAttention",

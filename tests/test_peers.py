@@ -198,8 +198,8 @@ def test_results_and_plots_of_a_gpu(tmp_path, monkeypatch, capsys):
   figure = matplotlib.figure.Figure
   save = figure.savefig
   monkeypatch.setattr(figure, "savefig", lambda *a, **k: (drawn.append(a[0]), save(*a, **k)))
-  peers = [XLA, ABSENT, FAILING]
-  attention_gpu.main(paths["json"], paths["png"], ["forward", "backward"], [96], peers)
+  peers, choice = [XLA, ABSENT, FAILING], attention_gpu.Choice()
+  attention_gpu.main(paths["json"], paths["png"], ["forward", "backward"], [96], peers, choice)
   results = json.loads(paths["json"].read_text())
   for part in ("forward", "backward"):
     assert [row["mask"] for row in results[part]] == ["full", "causal"]
@@ -212,6 +212,25 @@ def test_results_and_plots_of_a_gpu(tmp_path, monkeypatch, capsys):
     labels = [text.get_text() for legend in found.legends for text in legend.get_texts()]
     assert labels == ["jax_magi", "XLA"]
   assert "Absent: not here: needs a moon" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("with_promotion")
+def test_an_implementation_is_timed_beside_the_plain_path(monkeypatch, capsys):
+  used = []
+  attention = jax_magi.attention
+
+  def spy(*operands, implementation, **options):
+    used.append(implementation)
+    return attention(*operands, implementation="blockwise", **options)
+
+  monkeypatch.setattr(attention_gpu, "matrix_product_rate", lambda: 1.0)
+  monkeypatch.setattr(jax_magi, "attention", spy)
+  choice = attention_gpu.Choice((16, 16), "cuda_sm80", ("causal",))
+  attention_gpu.main(None, None, ["forward"], [64], [BY_NAME["blockwise"]], choice)
+  assert set(used) == {"cuda_sm80", "blockwise"}
+  assert "x plain JAX" in capsys.readouterr().out
+  of_default = Cell("causal", MASKS["causal"](64), 16, 2, 2)
+  assert "--implementation" in BY_NAME["blockwise"].obstacle(of_default)
 
 
 def test_a_report_names_absent_peers_and_notes():
