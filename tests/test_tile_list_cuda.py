@@ -21,7 +21,7 @@ from tests.list_calls import (
   list_of,
   needs_of,
 )
-from tests.needs import hopper_needs
+from tests.needs import forward_in_clusters, hopper_needs
 
 pytestmark = pytest.mark.gpu
 
@@ -74,16 +74,16 @@ def test_tiles_out_of_the_arrays_are_moved_into_them():
   )
 
 
-def _traced(length, slices):
+def _traced(length, slices, group=1):
   """out of causal self-attention with these slices, which are not known before the call."""
-  x = jnp.ones((length, 2, 64), jnp.bfloat16)
+  q, k = (jnp.ones((length, num_heads, 64), jnp.bfloat16) for num_heads in (2 * group, 2))
 
   @jax.jit
-  def call(x, slices):
+  def call(q, k, slices):
     mask = AttentionMask(slices, length, length)
-    return jax_magi.attention(x, x, x, mask, implementation="cuda")[0]
+    return jax_magi.attention(q, k, k, mask, implementation="cuda")[0]
 
-  return jax.block_until_ready(call(x, slices))
+  return jax.block_until_ready(call(q, k, slices))
 
 
 def test_a_million_empty_slices_show_nothing():
@@ -95,6 +95,16 @@ def test_more_slices_than_the_kernels_count_are_refused():
   """Each may show all of 2^18 keys: the blocks of a tile would be more than 32 bits count."""
   with pytest.raises(jax.errors.JaxRuntimeError, match="slices that are not known"):
     _traced(1 << 18, jnp.zeros((1 << 20, 6), np.int32))
+
+
+def test_a_forged_number_of_blocks_lifts_no_limit():
+  """With 4 query heads for each kv head, the blocks of half as many slices are too many, too."""
+  slices = jnp.zeros((1 << 19, 6), np.int32)
+  with (
+    forward_in_clusters(),  # Its stamp says that the mask is known.
+    pytest.raises(jax.errors.JaxRuntimeError, match="slices that are not known"),
+  ):
+    _traced(1 << 18, slices, group=4)
 
 
 def test_wild_slices_are_clipped():

@@ -92,11 +92,12 @@ ffi::Error DecodeOptions(const std::string& context, const AttentionCall& call, 
     // unknown mask has room for twice as many tiles, to sort them.
     max_tiles = (list_bytes - static_cast<int64_t>(sizeof(cuda::TileList))) /
                 static_cast<int64_t>(sizeof(cuda::Tile));
-    const std::string too_large =
-        cuda::TooLarge(call.shape, tiling, /*is_list_known=*/num_blocks > 0);
-    if (!too_large.empty()) return ffi::Error::InvalidArgument(context + ": " + too_large);
     const int64_t most = cuda::MaxTiles(call.shape, tiling);
     const bool is_made_by_device = list_bytes == cuda::TileListBytes(call.shape, tiling);
+    // Not by the stamp alone: with more blocks than the kernels count, a call would never end.
+    const bool is_list_known = num_blocks > 0 && !is_made_by_device;
+    const std::string too_large = cuda::TooLarge(call.shape, tiling, is_list_known);
+    if (!too_large.empty()) return ffi::Error::InvalidArgument(context + ": " + too_large);
     if (max_tiles > most && !is_made_by_device) {
       return Invalid(context.c_str(), "tile_list",
                      "is of another call: it has " + std::to_string(max_tiles) +
