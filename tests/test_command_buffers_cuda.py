@@ -101,20 +101,31 @@ def test_softmax():
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_operands_may_be_written_right_before_the_call(head_dim, is_captured):
-  """The kernels begin before the one in front of them has ended, and read operands at once."""
+def test_operands_may_be_written_right_before_the_call(head_dim, is_known, is_captured):
+  """The kernels begin before the one in front of them has ended, and read operands at once.
+
+  In front of each is one small kernel of ours; if the mask is traced, one makes its list, too.
+  """
   mask = AttentionMask.causal(_LENGTH)
 
-  def written_and_read(q, k, v, slices):
-    # Each is the result of a kernel of XLA's, and the mask a result, too.
-    q, k, v, slices = jax.lax.optimization_barrier((q * 3, k * 2, v * 5, slices + 0))
-    return jax_magi.attention(q, k, v, AttentionMask(slices, _LENGTH, _LENGTH))[0]
+  def results(q, k, v, slices, *, is_written):
+    """out and gradients; `is_written`: of operands that XLA's kernels write in the same program."""
+    if is_written:
+      q, k, v, slices = jax.lax.optimization_barrier((q * 3, k * 2, v * 5, slices + 0))
+    used = mask if is_known else AttentionMask(slices, _LENGTH, _LENGTH)
+    attention = functools.partial(
+      jax_magi.attention, mask=used, deterministic=True, implementation="cuda"
+    )
+    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v)[0], q, k, v)
+    return out, *pull(out * 3)
 
   options = _OPTIONS if is_captured else None
-  program = jax.jit(written_and_read, compiler_options=options)
-  attention = jax.jit(lambda q, k, v, mask: jax_magi.attention(q, k, v, mask)[0])
+  program = jax.jit(functools.partial(results, is_written=True), compiler_options=options)
+  expect = jax.jit(functools.partial(results, is_written=False))
   for seed in range(20):  # What an earlier turn left in memory is another array.
     q, k, v = _operands(head_dim, seed)
-    expected = attention(*jax.block_until_ready((q * 3, k * 2, v * 5)), mask)
-    np.testing.assert_array_equal(program(q, k, v, mask.slices), expected)
+    expected = expect(*jax.block_until_ready((q * 3, k * 2, v * 5)), mask.slices)
+    for a, b in zip(program(q, k, v, mask.slices), expected, strict=True):
+      np.testing.assert_array_equal(a, b)
