@@ -9,8 +9,9 @@ from pathlib import Path
 
 from jax.profiler import ProfileData
 
-FORWARD = "void jax_magi::cuda::ForwardKernel<jax_magi::cuda::ForwardConfig<128> >(Params)"
-BACKWARD = "void jax_magi::cuda::BackwardKernel<jax_magi::cuda::BackwardConfig<128> >(Params)"
+_CUDA = "jax_magi::cuda"
+FORWARD = f"void {_CUDA}::sm90::ForwardKernel<{_CUDA}::sm90::ForwardConfig<128> >(Params)"
+BACKWARD = f"void {_CUDA}::sm80::BackwardKernel<{_CUDA}::sm80::BackwardConfig<128> >(Params)"
 NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 COMPUTE, TRANSFER = "Stream #13(Kernel)", "Stream #20(Kernel)"
 

@@ -123,7 +123,7 @@ def test_waits_name_what_ended_before_and_what_began_after():
   [
     (FORWARD, "ffi_call.3", Kind.ATTENTION),
     (BACKWARD, "", Kind.ATTENTION),
-    ("_ZN8jax_magi4cuda13ForwardKernelINS0_6ConfigEEEvT_", "", Kind.ATTENTION),
+    ("_ZN8jax_magi4cuda4sm9013ForwardKernelINS1_6ConfigEEEvT_", "", Kind.ATTENTION),
     ("jax_magi::cuda::PrepareBackwardKernel(PrepareArgs)", "ffi_call.4", Kind.OTHER),
     ("void jax_magi::cuda::SoftmaxForwardKernel<float>(P)", "ffi_call.5", Kind.OTHER),
     ("void other::ForwardKernel<float>(P)", "", Kind.OTHER),

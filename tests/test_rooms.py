@@ -163,6 +163,17 @@ def test_cpp_folders_include_only_what_they_should_from_outside():
         assert not name.startswith(prefix) or _folder(path) in folders, f"{path} includes {name}"
 
 
+@pytest.mark.parametrize("folder", ["cuda/attention", "cuda/attention/sm80", "cuda/attention/sm90"])
+def test_kernels_of_an_architecture_have_a_namespace(folder):
+  """Those of several architectures have the same names; what they share is one level above."""
+  headers = [path for path in (CC / folder).iterdir() if path.suffix in {".h", ".cuh"}]
+  assert headers
+  expected = folder.replace("/", "::").replace("::attention", "")
+  for path in headers:
+    found = re.findall(r"^namespace (jax_magi\S*) {$", path.read_text(), re.MULTILINE)
+    assert found == [f"jax_magi::{expected}"], path
+
+
 def test_files_can_be_read_in_one_sitting():
   folders = ("jax_magi", "cc", "tests", "benchmarks", "examples", "docs")
   suffixes = {".py", ".h", ".cuh", ".cc", ".cu"}

@@ -48,6 +48,20 @@ constexpr DType kDTypeOf<cutlass::bfloat16_t> = DType::kBF16;
 template <>
 constexpr DType kDTypeOf<cutlass::half_t> = DType::kF16;
 
+// A row of an architecture's table. The types are the launchers in the architecture's variants.h.
+template <typename Element, typename Forward, typename ForwardTerms, typename Backward,
+          typename BackwardTerms>
+Variant MakeVariant(Architecture architecture, int head_dim, int value_dim) {
+  return {architecture,
+          head_dim,
+          value_dim,
+          kDTypeOf<Element>,
+          {Forward::Launch, Forward::TilingOf},
+          {ForwardTerms::Launch, ForwardTerms::TilingOf},
+          {Backward::Launch, Backward::TilingOf},
+          {BackwardTerms::Launch, BackwardTerms::TilingOf}};
+}
+
 }  // namespace jax_magi::cuda
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_VARIANT_H_

@@ -3,23 +3,15 @@
 #include "cc/cuda/attention/variant.h"
 
 namespace jax_magi::cuda {
-
 namespace sm80 {
 
 template <int kHeadDim, int kValueDim, typename Element>
 Variant VariantOf() {
-  using Forward = ForwardVariant<kHeadDim, kValueDim, Element>;
-  using ForwardTerms = ForwardTermsVariant<kHeadDim, kValueDim, Element>;
-  using Backward = BackwardVariant<kHeadDim, kValueDim, Element>;
-  using BackwardTerms = BackwardTermsVariant<kHeadDim, kValueDim, Element>;
-  return {Architecture::kSm80,
-          kHeadDim,
-          kValueDim,
-          kDTypeOf<Element>,
-          {Forward::Launch, Forward::TilingOf},
-          {ForwardTerms::Launch, ForwardTerms::TilingOf},
-          {Backward::Launch, Backward::TilingOf},
-          {BackwardTerms::Launch, BackwardTerms::TilingOf}};
+  return MakeVariant<Element, ForwardVariant<kHeadDim, kValueDim, Element>,
+                     ForwardTermsVariant<kHeadDim, kValueDim, Element>,
+                     BackwardVariant<kHeadDim, kValueDim, Element>,
+                     BackwardTermsVariant<kHeadDim, kValueDim, Element>>(Architecture::kSm80,
+                                                                         kHeadDim, kValueDim);
 }
 
 }  // namespace sm80

@@ -1,5 +1,4 @@
-// The kernels of a variant for every GPU since Ampere. Names are in a namespace of their own: those
-// for Hopper are the same.
+// The kernels of a variant for every GPU since Ampere.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_VARIANTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_VARIANTS_H_

@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Adds `x` to four floats that are aligned to 16 bytes.
 __device__ __forceinline__ void AddFour(float* sum, float4 x) {
@@ -45,6 +45,6 @@ __device__ __forceinline__ void AddFloatRows(const float (&acc)[kDim / 2], const
   }
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_ADD_ROWS_CUH_

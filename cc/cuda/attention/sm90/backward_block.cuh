@@ -11,7 +11,7 @@
 #include "cc/cuda/attention/sm90/wgmma.cuh"
 #include "cc/cuda/attention/store.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // A warpgroup has 64 rows, or one of two roles for the same 64. Products are issued here, but not
 // waited for.
@@ -381,6 +381,6 @@ struct BackwardBlock {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_BLOCK_CUH_

@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/sm90/backward_block.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 struct BackwardBlockTerms {
@@ -150,6 +150,6 @@ struct BackwardBlockTerms {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_BLOCK_TERMS_CUH_

@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/sm90/backward_block_terms.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 struct BackwardConsumer {
@@ -410,6 +410,6 @@ struct BackwardConsumer {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_CONSUMER_CUH_

@@ -2,4 +2,4 @@
 
 #include "cc/cuda/attention/sm90/backward_launch.cuh"
 
-template struct jax_magi::cuda::BackwardVariant<JAX_MAGI_VARIANT>;
+template struct jax_magi::cuda::sm90::BackwardVariant<JAX_MAGI_VARIANT>;

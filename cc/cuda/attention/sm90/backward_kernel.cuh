@@ -25,7 +25,7 @@
 #include "cc/cuda/attention/sm90/dq_adder.cuh"
 #include "cc/cuda/attention/sm90/hopper.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // All consumers write zeros for hidden pairs, as long as there are any left.
 template <typename Config>
@@ -120,6 +120,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   }
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_KERNEL_CUH_

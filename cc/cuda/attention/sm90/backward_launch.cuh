@@ -11,7 +11,7 @@
 #include "cc/cuda/attention/sm90/launch.cuh"
 #include "cc/cuda/attention/terms_launch.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 constexpr Tiling kBackwardTiling = {Architecture::kSm90, Config::kClusterSize * Config::kBlockRows,
@@ -200,6 +200,6 @@ Tiling BackwardVariant<kHeadDim, kValueDim, Element>::ClusterTilingOf(const Atte
       [](auto config) { return kBackwardTiling<decltype(config)>; });
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_

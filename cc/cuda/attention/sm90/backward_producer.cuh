@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/sm90/backward_tile.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 struct BackwardProducer {
@@ -270,6 +270,6 @@ struct BackwardProducer {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_PRODUCER_CUH_

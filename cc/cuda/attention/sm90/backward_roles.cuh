@@ -18,7 +18,7 @@
 
 #include "cc/cuda/attention/sm90/backward_roles_terms.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 struct BackwardRoles {
@@ -260,6 +260,6 @@ struct BackwardRoles {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_

@@ -7,7 +7,7 @@
 
 #include "cc/cuda/attention/sm90/backward_block_terms.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Loads a word, or 16 zero-extended bits, that the kernel does not write.
 template <bool kIsWord>
@@ -144,6 +144,6 @@ struct BackwardRolesTerms {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_TERMS_CUH_

@@ -14,7 +14,7 @@
 #include "cc/cuda/attention/sm90/pipeline.cuh"
 #include "cc/cuda/attention/term_gradients.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Describes a dS to the warp that stores it. After the last dS, `head` is negative.
 struct alignas(16) DsInfo {
@@ -120,6 +120,6 @@ struct DsStore {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TERMS_CUH_

@@ -5,7 +5,7 @@
 #include "cc/cuda/attention/sm90/backward_launch.cuh"
 #include "cc/cuda/attention/sm90/terms_config.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 namespace {
 
 // The configuration of a variant. Beyond 128 dims, one serves all terms.
@@ -64,4 +64,4 @@ Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const Attent
 
 template struct BackwardTermsVariant<JAX_MAGI_VARIANT>;
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90

@@ -11,7 +11,7 @@
 #include "cc/cuda/attention/sm90/hopper.cuh"
 #include "cc/cuda/attention/sm90/pipeline.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 struct BackwardParams {
   // The operands of scores (q, k) and of dP (dout, v), by role: rows of the tile stay in shared
@@ -140,6 +140,6 @@ enum BackwardBarrier {
 };
 constexpr int kZerosWrittenThreads = 2 * kWarpgroup + 32;
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_TILE_CUH_

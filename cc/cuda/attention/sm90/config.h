@@ -4,7 +4,7 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_CONFIG_H_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_CONFIG_H_
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Threads of a warpgroup, the unit that issues wgmma.
 constexpr int kWarpgroup = 128;
@@ -198,6 +198,6 @@ struct BackwardConfig : Tile_ {
                 "each block of threads of a cluster loads a part");
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_CONFIG_H_

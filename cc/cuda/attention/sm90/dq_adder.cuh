@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/sm90/backward_tile.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // One warp that adds what consumer warpgroup `warpgroup` writes to shared memory to dQ.
 template <typename Config>
@@ -91,6 +91,6 @@ struct DqAdder {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_DQ_ADDER_CUH_

@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/sm90/forward_tile.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Operates on the scores of a consumer.
 template <typename Config, typename Consumer>
@@ -157,6 +157,6 @@ struct ForwardBlockTerms {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_BLOCK_TERMS_CUH_

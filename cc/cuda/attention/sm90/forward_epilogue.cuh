@@ -7,7 +7,7 @@
 #include "cc/cuda/attention/sm90/forward_tile.cuh"
 #include "cc/cuda/attention/store.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config, typename Consumer>
 struct ForwardEpilogue {
@@ -169,6 +169,6 @@ struct ForwardEpilogue {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_EPILOGUE_CUH_

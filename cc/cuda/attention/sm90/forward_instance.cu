@@ -2,4 +2,4 @@
 
 #include "cc/cuda/attention/sm90/forward_launch.cuh"
 
-template struct jax_magi::cuda::ForwardVariant<JAX_MAGI_VARIANT>;
+template struct jax_magi::cuda::sm90::ForwardVariant<JAX_MAGI_VARIANT>;

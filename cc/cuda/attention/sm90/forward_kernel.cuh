@@ -18,7 +18,7 @@
 #include "cc/cuda/attention/sm90/forward_tile.cuh"
 #include "cc/cuda/attention/sm90/wgmma.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // A thread's index in its warpgroup, read again at each use. In registers, the index and values
 // derived from it would be live through the whole loop.
@@ -329,6 +329,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
   }
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_KERNEL_CUH_

@@ -7,7 +7,7 @@
 #include "cc/cuda/attention/sm90/launch.cuh"
 #include "cc/cuda/attention/terms_launch.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Keys and values of the heads in progress should fit in this part of the 50 MB L2 cache.
 constexpr int64_t kL2Budget = 32 << 20;
@@ -172,6 +172,6 @@ Tiling ForwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCal
       [&](auto config) { return ConfigTiling<decltype(config)>(call.shape); });
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_LAUNCH_CUH_

@@ -6,7 +6,7 @@
 
 #include "cc/cuda/attention/sm90/forward_tile.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 struct Planner {
@@ -120,6 +120,6 @@ struct Planner {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PLANNER_CUH_

@@ -6,7 +6,7 @@
 
 #include "cc/cuda/attention/sm90/forward_tile.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
 struct Producer {
@@ -182,6 +182,6 @@ struct Producer {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_PRODUCER_CUH_

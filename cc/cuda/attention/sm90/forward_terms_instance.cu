@@ -5,7 +5,7 @@
 #include "cc/cuda/attention/sm90/forward_launch.cuh"
 #include "cc/cuda/attention/sm90/terms_config.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 namespace {
 
 // Launches a kernel of up to 128 dims.
@@ -63,4 +63,4 @@ Tiling ForwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const Attenti
 
 template struct ForwardTermsVariant<JAX_MAGI_VARIANT>;
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90

@@ -10,7 +10,7 @@
 #include "cc/cuda/attention/sm90/join_parts.cuh"
 #include "cc/cuda/attention/sm90/pipeline.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // A tile of few rows is shared by 2^log2_pack query heads of a kv head: its row i is row i >>
 // log2_pack of head i % 2^log2_pack. It holds as many heads as fit, but not more than needed for
@@ -128,6 +128,6 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   uint64_t planned_full, planned_empty;
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_TILE_CUH_

@@ -6,7 +6,7 @@
 #include "cc/cuda/attention/hidden_pairs.cuh"
 #include "cc/cuda/attention/sm90/hopper.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Shared memory that holds zeros.
 struct Zeros {
@@ -45,6 +45,6 @@ __device__ __forceinline__ void ZeroAllHidden(const HiddenPairs& pairs, uint32_t
   WaitReduce();
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_HIDDEN_PAIRS_CUH_

@@ -9,7 +9,7 @@
 
 #include "cc/cuda/attention/instructions.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 constexpr int kReservedBytes = 1024;  // Bytes of a CTA's shared memory that the driver uses.
 
@@ -239,6 +239,6 @@ __device__ __forceinline__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_HOPPER_CUH_

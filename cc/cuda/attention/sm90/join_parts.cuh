@@ -8,7 +8,7 @@
 #include "cc/cuda/attention/sm90/config.h"
 #include "cc/cuda/attention/sm90/hopper.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 static_assert(kPartThreads == kWarpgroup, "a warpgroup has 64 rows");
 
@@ -106,6 +106,6 @@ struct PartJoiner {
   }
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_

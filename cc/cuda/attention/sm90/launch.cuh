@@ -13,7 +13,7 @@
 #include "cc/cuda/attention/sm90/variants.h"
 #include "cc/cuda/attention/workspace.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Sets how much shared memory a kernel takes, once per device. Returns the device's number of SMs.
 template <auto kKernel>
@@ -96,6 +96,6 @@ inline Status MakeBiasMap(const char* name, const AttentionShape& shape, const B
                        /*box_rows=*/1, /*box_heads=*/box_queries, /*box_bytes=*/128, map);
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_LAUNCH_CUH_

@@ -7,7 +7,7 @@
 #include "cc/cuda/attention/sm90/hopper.cuh"
 #include "cc/cuda/attention/work.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // The description of one column block, from the producer to the consumers.
 struct alignas(16) BlockInfo {
@@ -145,6 +145,6 @@ __device__ __forceinline__ void WaitForBarriers() {
   }
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_PIPELINE_CUH_

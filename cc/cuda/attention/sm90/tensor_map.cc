@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 namespace {
 
 // The driver's cuTensorMapEncodeTiled, or null.
@@ -55,4 +55,4 @@ Status MakeTensorMap(const char* name, DType dtype, const void* data, int64_t ba
   return {};
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90

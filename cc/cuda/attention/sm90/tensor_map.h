@@ -8,7 +8,7 @@
 #include "cc/attention.h"
 #include "cc/cuda/status.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Describes boxes of `box_rows` rows x `box_heads` heads x `box_bytes`, 128 or 64, of a [batch,
 // length, heads, dim] tensor. The swizzle is as wide as `box_bytes`. Everything outside the tensor
@@ -18,6 +18,6 @@ Status MakeTensorMap(const char* name, DType dtype, const void* data, int64_t ba
                      int64_t heads, int64_t dim, int box_rows, int box_heads, int box_bytes,
                      CUtensorMap* map);
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_TENSOR_MAP_H_

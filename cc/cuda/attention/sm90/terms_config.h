@@ -7,7 +7,7 @@
 
 #include "cc/cuda/attention/sm90/config.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // The terms that a kernel supports: any terms, with or without a cap; only a bias in tiles; or only
 // slopes, in the backward pass without their gradient.
@@ -109,6 +109,6 @@ struct WideBackwardTermsConfig
   static constexpr bool kReadAhead = false;  // The bias takes these registers.
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_TERMS_CONFIG_H_

@@ -5,7 +5,7 @@
 
 #include "cc/cuda/attention/attention.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Each of these has a separate translation unit.
 template <int kHeadDim, int kValueDim, typename Element>
@@ -33,6 +33,6 @@ struct BackwardTermsVariant {
   static Tiling TilingOf(const AttentionCall& call);
 };
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_VARIANTS_H_

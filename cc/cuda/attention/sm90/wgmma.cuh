@@ -8,7 +8,7 @@
 #include "cc/cuda/attention/sm90/hopper.cuh"
 #include "cc/cuda/attention/sm90/wgmma_instruction.cuh"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 __device__ __forceinline__ void FenceWgmma() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -144,6 +144,6 @@ __device__ __forceinline__ void MultiplyRowsValues(uint64_t rows, uint32_t rows_
   }
 }
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_CUH_

@@ -11,7 +11,7 @@
 
 #include "cutlass/half.h"
 
-namespace jax_magi::cuda {
+namespace jax_magi::cuda::sm90 {
 
 // Whether an operand in shared memory is contiguous along the contraction or across it. The values
 // are those of the instruction.
@@ -116,6 +116,6 @@ JAX_MAGI_WGMMA(256, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%13
 #undef JAX_MAGI_WGMMA_REGISTERS
 #undef JAX_MAGI_WGMMA_SHARED
 
-}  // namespace jax_magi::cuda
+}  // namespace jax_magi::cuda::sm90
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_INSTRUCTION_CUH_
