@@ -27,6 +27,21 @@ __device__ __forceinline__ void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
 }
 
+// --- Indices that are read again at each use ---
+
+// Kept in registers, an index and the values derived from it would be live through a kernel's whole
+// loop. A kernel that has no registers to spare reads the index from its special register instead.
+__device__ __forceinline__ int RereadThreadIndex() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+__device__ __forceinline__ int RereadLane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // --- Lanes of a warp ---
 
 // The sum over this lane and those before it.

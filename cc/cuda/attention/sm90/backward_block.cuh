@@ -52,20 +52,11 @@ struct BackwardBlock {
     if constexpr (Config::kHasTerms || Config::kHeadDim > 128) return RowAnew() + 8 * r;
     return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
   }
-  // `thread`, and row 0 above, computed again at each use. Kept in registers, the index would be
-  // live through the whole loop, and there are none to spare.
-  __device__ __forceinline__ unsigned RereadThreadIndex() const {
-    unsigned thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % kWarpgroup;
-  }
+  // Row 0 above, computed again at each use. Without terms, the index is signed: the schedules that
+  // were tuned have the instructions that this takes.
   __device__ __forceinline__ int RowAnew() const {
-    if constexpr (Config::kHasTerms) {
-      const unsigned thread = RereadThreadIndex();
-      return RowPart() * 64 + thread / 32 * 16 + thread % 32 / 4;
-    }
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    using Index = std::conditional_t<Config::kHasTerms, unsigned, int>;
+    const Index thread = RereadThreadIndex();
     return RowPart() * 64 + thread % kWarpgroup / 32 * 16 + thread % 32 / 4;
   }
 

@@ -75,7 +75,8 @@ struct BackwardBlockTerms {
     constexpr int kHalf = kColumns / 2;
     static_assert(kHalf % 8 == 0, "half a block is whole matrices");
     const ScoreTerms& terms = params().terms;
-    const unsigned thread = block.RereadThreadIndex(), lane = thread % 32, warp = thread / 32;
+    const unsigned thread = RereadThreadIndex() % unsigned{kWarpgroup}, lane = thread % 32,
+                   warp = thread / 32;
     const auto staged = [&](unsigned query, unsigned key) {  // Within the warp's 16 keys.
       const unsigned row = 2 * query + key / 8, chunk = 2 * warp + key / 4 % 2;
       Element* panel = ds + block.RowPart() * 64 * kColumns;

@@ -118,7 +118,7 @@ struct BackwardRolesTerms {
     __syncwarp();
     const BlockInfo& info = shared().block[stage];
     const ScoreTerms& terms = params().terms;
-    const unsigned thread = block.RereadThreadIndex(), lane = thread % 32;
+    const unsigned thread = RereadThreadIndex() % unsigned{kWarpgroup}, lane = thread % 32;
     const int chunk = 2 * (thread / 32) + lane % 2, first_query = lane / 2;
     const int key = block.Tile().begin + 8 * chunk;
     uint16_t* row = dbias + terms.Offset(block.Tile().batch, shared().target[stage].head) + key;

@@ -64,7 +64,7 @@ struct DsStore {
         __syncwarp();  // A warp must arrive at a named barrier as one.
       }
     }
-    if (LaneAnew() == 0) WaitReduce();
+    if (RereadLane() == 0) WaitReduce();
   }
 
   __device__ __forceinline__ void Store(int stage) {
@@ -76,20 +76,12 @@ struct DsStore {
       if ((info.block.flags & kMasked) &&
           !IsClean(info.block.slice, {key, key + 64}, info.block.begin, kColumns)) {
         StoreVisible(info, key, ds);
-      } else if (LaneAnew() == 0) {
+      } else if (RereadLane() == 0) {
         StoreBoxOnce(&params.dbias_map, ds, key, info.block.begin, info.head, info.batch);
         CommitReduce();
       }
     }
-    if (LaneAnew() == 0) WaitReduceRead();
-  }
-
-  // The lane index, read again at each use: values derived from it would otherwise stay in
-  // registers through the whole loop.
-  __device__ __forceinline__ static int LaneAnew() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
+    if (RereadLane() == 0) WaitReduceRead();
   }
 
   // Stores 64 keys: eight per lane, four queries at a time.
@@ -97,17 +89,17 @@ struct DsStore {
                                                const Element* ds) {
     const Slice& slice = info.block.slice;
     const ScoreTerms& terms = params.terms;
-    const int key = first_key + 8 * (LaneAnew() % 8);
+    const int key = first_key + 8 * (RereadLane() % 8);
     auto* row = static_cast<uint16_t*>(params.gradients.dbias) +
                 terms.Offset(info.batch, info.head) +
-                (info.block.begin + LaneAnew() / 8) * terms.q_stride + key;
+                (info.block.begin + RereadLane() / 8) * terms.q_stride + key;
 #pragma unroll 1
-    for (int i = LaneAnew() / 8; i < kColumns; i += 4, row += 4 * terms.q_stride) {
+    for (int i = RereadLane() / 8; i < kColumns; i += 4, row += 4 * terms.q_stride) {
       const int query = info.block.begin + i;
       if (query < slice.k_begin || query >= slice.k_end) continue;
       const Range keys = VisibleRows(slice, query);
       const int begin = Max(keys.begin - key, 0), end = Min(keys.end - key, 8);
-      const Element* source = ds + i * 64 + ((LaneAnew() % 8) ^ (i % 8)) * 8;
+      const Element* source = ds + i * 64 + ((RereadLane() % 8) ^ (i % 8)) * 8;
       if (begin == 0 && end == 8) {
         *reinterpret_cast<uint4*>(row) = *reinterpret_cast<const uint4*>(source);
         continue;

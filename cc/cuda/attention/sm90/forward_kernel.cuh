@@ -20,15 +20,10 @@
 
 namespace jax_magi::cuda::sm90 {
 
-// A thread's index in its warpgroup, read again at each use. In registers, the index and values
-// derived from it would be live through the whole loop.
-struct RereadThreadIndex {
-  __device__ __forceinline__ RereadThreadIndex(int) {}
-  __device__ __forceinline__ operator int() const {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % kWarpgroup;
-  }
+// A thread's index in its warpgroup, which takes no register.
+struct RereadIndex {
+  __device__ __forceinline__ RereadIndex(int) {}
+  __device__ __forceinline__ operator int() const { return RereadThreadIndex() % kWarpgroup; }
 };
 
 // --- Consumer: a warpgroup with 64 rows ---
@@ -43,7 +38,7 @@ struct Consumer {
   Shared& shared;
   int warpgroup;  // Index of the consumer warpgroup.
   // Index in the warpgroup.
-  std::conditional_t<Config::kHasTerms, RereadThreadIndex, int> thread;
+  std::conditional_t<Config::kHasTerms, RereadIndex, int> thread;
   SoftmaxScale scale;
   RingPosition<Config::kKStages> k_ring;
   RingPosition<Config::kVStages> v_ring;
