@@ -4,40 +4,21 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_CONSUMER_CUH_
 
 #include "cc/cuda/attention/sm90/backward_block_terms.cuh"
+#include "cc/cuda/attention/sm90/backward_warpgroup.cuh"
 
 namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
-struct BackwardConsumer {
-  using Element = typename Config::Element;
-  using Block = BackwardBlock<Config>;
-  static constexpr int kColumns = Config::kBlockColumns;
+struct BackwardConsumer : BackwardWarpgroup<Config> {
+  using Base = BackwardWarpgroup<Config>;
+  using Base::Base, Base::params, Base::shared, Base::warpgroup, Base::thread, Base::block;
+  using Base::Ds, Base::EndDq, Base::Scale, Base::SetDqTarget, Base::WaitForY, Base::YStage;
 
-  const BackwardParamsOf<Config>& params;
-  BackwardShared<Config>& shared;
-  int warpgroup;  // Index of the consumer warpgroup.
-  int thread;     // Index in the warpgroup.
-  Block block;
   RingPosition<Config::kXStages> x_ring;
   uint32_t num_done = 0;  // Number of blocks: the position in the other rings.
 
-  __device__ __forceinline__ BackwardConsumer(const BackwardParamsOf<Config>& params,
-                                              BackwardShared<Config>& shared, int warpgroup,
-                                              int thread)
-      : params(params),
-        shared(shared),
-        warpgroup(warpgroup),
-        thread(thread),
-        block{params, shared, warpgroup, thread, /*row_stage=*/0} {}
-
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kHasTerms) {
-      block.scale = params.terms.scale;
-    } else if constexpr (Config::kHasSoftcap) {
-      block.scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
-    } else {
-      block.scale = {params.softmax_scale * kLog2E, 0.0f};
-    }
+    block.scale = Scale();
     for (uint32_t phase = 0;;) {
       Wait(&shared.row_full[block.RowStage()], phase);
       // The shuffle tells the compiler that the loop is uniform in a warp, so that descriptors are
@@ -83,9 +64,7 @@ struct BackwardConsumer {
       if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
       NamedSync(kDsWritten, Config::kDsThreads);
     }
-    Wait(&shared.dq_empty[warpgroup], num_done % 2 ^ 1);
-    if (thread == 0) shared.dq_target[warpgroup][num_done % 2].head = -1;
-    ArriveByWarp(&shared.dq_full[warpgroup], thread);
+    EndDq(num_done, num_done % 2);
   }
 
   __device__ __forceinline__ void Compute() {
@@ -99,11 +78,11 @@ struct BackwardConsumer {
       const RingPosition<Config::kXStages> x_before = x_ring;
       // The shuffle tells the compiler that the value is uniform in a warp.
       num_done = __shfl_sync(~0u, num_done, 0);
-      const int x_stage = x_ring.stage, y_stage = YStage();
+      const int x_stage = x_ring.stage, y_stage = YStage(num_done);
       const int ds_stage = num_done % 2;
       const int flags = BlockFlags();
       is_last = flags & kLast;
-      WaitForY();
+      WaitForY(num_done);
       block.IssueDp(y_stage);
       FenceRegisters(block.scores);
       if (flags & kMasked) block.Hide(shared.block[x_stage]);
@@ -158,7 +137,7 @@ struct BackwardConsumer {
       // The shuffles tell the compiler that the values are uniform in a warp.
       const int x_stage = __shfl_sync(~0u, x_ring.stage, 0);
       num_done = __shfl_sync(~0u, num_done, 0);
-      const int y_stage = YStage();
+      const int y_stage = YStage(num_done);
       const int parity = num_done % 2, dq_parity = Config::kDqIsLate ? parity ^ 1 : parity;
       const int ds_stage = kDsIsByX ? x_stage : parity;
       const int dq_stage = kDsIsByX ? __shfl_sync(~0u, x_ring.Before().stage, 0) : dq_parity;
@@ -169,7 +148,7 @@ struct BackwardConsumer {
       block.IssueScores(x_stage);
       const int flags = BlockFlags();
       is_last = flags & kLast;
-      WaitForY();
+      WaitForY(num_done);
       block.IssueDp(y_stage);
       WaitWgmma<1>();
       FenceRegisters(block.scores);
@@ -240,7 +219,7 @@ struct BackwardConsumer {
       num_done = __shfl_sync(~0u, num_done, 0);
       // All ring positions are derived from the number of blocks, which saves a register.
       static_assert(Config::kXStages == 2 && Config::kDsStages == 2);
-      const int parity = num_done % 2, x_stage = parity, y_stage = YStage();
+      const int parity = num_done % 2, x_stage = parity, y_stage = YStage(num_done);
       x_ring = {parity, num_done / 2 % 2};
       WaitForX();
       block.IssueScores(x_stage);
@@ -258,7 +237,7 @@ struct BackwardConsumer {
         HoldProbabilities();
       }
       block.ReadDeltas(x_stage);
-      WaitForY();
+      WaitForY(num_done);
       block.IssueDp(y_stage);
       block.IssueDy(y_stage);
       WaitWgmma<1>();
@@ -341,11 +320,6 @@ struct BackwardConsumer {
   __device__ __forceinline__ int BlockFlags() const {
     return LoadByWarp(shared.block[x_ring.stage].flags);
   }
-  __device__ __forceinline__ int YStage() const { return num_done % Config::kYStages; }
-
-  __device__ __forceinline__ void WaitForY() {
-    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
-  }
   // All threads arrive at the barrier of their own CTA, because all have read words of the stage.
   // One thread per warp arrives at that of the other CTA of a cluster, whose part of the stage is
   // read only by products.
@@ -372,15 +346,6 @@ struct BackwardConsumer {
   }
 
   // --- dQ: from registers to shared memory, from where DqAdder takes it ---
-
-  __device__ __forceinline__ Element* Ds(int ds_stage) const {
-    return shared.ds + ds_stage * Config::kBlockRows * kColumns;
-  }
-
-  // Sets where the dQ of the block in stage `stage` is added.
-  __device__ __forceinline__ void SetDqTarget(int stage, int ds_stage) {
-    if (thread == 0) shared.dq_target[warpgroup][ds_stage] = shared.target[stage];
-  }
 
   // Blocks alternate between the phases of dQ's barriers as they do between the stages of dS.
   __device__ __forceinline__ void AddDq(int ds_stage) {

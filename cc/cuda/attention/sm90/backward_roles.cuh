@@ -17,42 +17,24 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_ROLES_CUH_
 
 #include "cc/cuda/attention/sm90/backward_roles_terms.cuh"
+#include "cc/cuda/attention/sm90/backward_warpgroup.cuh"
 
 namespace jax_magi::cuda::sm90 {
 
 template <typename Config>
-struct BackwardRoles {
-  using Element = typename Config::Element;
-  using Block = BackwardBlock<Config>;
+struct BackwardRoles : BackwardWarpgroup<Config> {
+  using Base = BackwardWarpgroup<Config>;
+  using Base::Base, Base::params, Base::shared, Base::warpgroup, Base::thread, Base::block;
+  using Base::Ds, Base::EndDq, Base::Scale, Base::WaitForY, Base::YStage;
   static_assert(Config::kXStages == 2 && Config::kDsStages == 2 && Config::kDqSteps <= 2,
                 "positions follow from the number of blocks");
   static constexpr bool kHasSteps = Config::kDqSteps == 2;
   static constexpr uint32_t kFirst = 1u << 31;  // Marks the tile's first block in num_done.
 
-  const BackwardParamsOf<Config>& params;
-  BackwardShared<Config>& shared;
-  int warpgroup;  // Index of the consumer warpgroup.
-  int thread;     // Index in the warpgroup.
-  Block block;
   uint32_t num_done = 0;  // Number of blocks: the position in all rings.
 
-  __device__ __forceinline__ BackwardRoles(const BackwardParamsOf<Config>& params,
-                                           BackwardShared<Config>& shared, int warpgroup,
-                                           int thread)
-      : params(params),
-        shared(shared),
-        warpgroup(warpgroup),
-        thread(thread),
-        block{params, shared, warpgroup, thread, /*row_stage=*/0} {}
-
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kHasTerms) {
-      block.scale = params.terms.scale;
-    } else if constexpr (Config::kHasSoftcap) {
-      block.scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
-    } else {
-      block.scale = {params.softmax_scale * kLog2E, 0.0f};
-    }
+    block.scale = Scale();
     if (warpgroup == 0) {
       ForEachTile(
           block.dy, [&] { return ComputeScores(); },
@@ -62,9 +44,7 @@ struct BackwardRoles {
           block.dx, [&] { return ComputeGradients(); },
           [&](const RowTileInfo& tile) { block.StoreDx(tile); });
     }
-    Wait(&shared.dq_empty[warpgroup], kHasSteps ? 1 : num_done % 2 ^ 1);
-    if (thread == 0) shared.dq_target[warpgroup][num_done % 2].head = -1;
-    ArriveByWarp(&shared.dq_full[warpgroup], thread);
+    EndDq(num_done, kHasSteps ? 0 : num_done % 2);
   }
 
   // Calls compute() for each tile with blocks, then store(tile). `acc` is what compute() adds to.
@@ -113,8 +93,8 @@ struct BackwardRoles {
       // In the first block this is a product of stale data, and is not used: with a branch, ptxas
       // would serialize all products.
       block.IssueDqByQuery(Ds(parity ^ 1));
-      WaitForY();
-      block.IssueDy(YStage());
+      WaitForY(num_done);
+      block.IssueDy(YStage(num_done));
       AddDqBefore(parity);
       if constexpr (!kHasSteps) {
         SetDqTarget(parity);
@@ -122,7 +102,7 @@ struct BackwardRoles {
       }
       WaitWgmma<0>();
       FenceRegisters(block.dy);
-      ArriveByWarp(&shared.y_empty[YStage()], thread);
+      ArriveByWarp(&shared.y_empty[YStage(num_done)], thread);
       num_done = (num_done & ~kFirst) + 1;
     }
     AddLastDq();
@@ -137,13 +117,13 @@ struct BackwardRoles {
       const int parity = num_done % 2;
       Wait(&shared.x_full[parity], num_done / 2 % 2);  // Statistics are needed.
       block.ReadDeltas(parity);
-      WaitForY();
-      block.IssueDp(YStage());
+      WaitForY(num_done);
+      block.IssueDp(YStage(num_done));
       if constexpr (kHasSteps) SetDqTarget(parity);
       is_last = BlockFlags(parity) & kLast;
       WaitWgmma<0>();
       FenceRegisters(block.dp);
-      ArriveByWarp(&shared.y_empty[YStage()], thread);
+      ArriveByWarp(&shared.y_empty[YStage(num_done)], thread);
       TakeFactors(parity);
       block.ScoreGradients();
       if constexpr (Config::kHasTerms) BackwardBlockTerms<Config>{block}.AddGradients(parity);
@@ -167,13 +147,6 @@ struct BackwardRoles {
   __device__ __forceinline__ int BlockFlags(int stage) const {
     return LoadByWarp(shared.block[stage].flags);
   }
-  __device__ __forceinline__ int YStage() const { return num_done % Config::kYStages; }
-  __device__ __forceinline__ void WaitForY() {
-    Wait(&shared.y_full[YStage()], num_done / Config::kYStages % 2);
-  }
-  __device__ __forceinline__ Element* Ds(int stage) const {
-    return shared.ds + stage * Config::kBlockRows * Config::kBlockColumns;
-  }
 
   // Waits until the dS of the block before this one, given by its number, is written, and both
   // warpgroups have read that of the block before it. Blocks are counted over all tiles; before the
@@ -183,6 +156,9 @@ struct BackwardRoles {
   }
 
   // --- The factors of dP, from one warpgroup to the other ---
+
+  // Threads write and read words here, so all of them arrive at the barriers that order these:
+  // factors_full, and ds_full, after which the other warpgroup may overwrite the factors.
 
   // The factors of the block before the previous one may be overwritten: they were read before that
   // block's dS was written, which has been waited for.
@@ -219,19 +195,16 @@ struct BackwardRoles {
 
   // --- dQ: from registers to shared memory, from where DqAdder takes it ---
 
-  // Sets where the dQ of this block is added. The slot was last used by the block before the
-  // previous one. With two steps, that block's second step has been written, so the first one, with
-  // which DqAdder reads the slot, has been taken. With one step, the same holds once the previous
-  // block's dQ has been written.
-  __device__ __forceinline__ void SetDqTarget(int parity) {
-    if (thread == 0) shared.dq_target[warpgroup][parity] = shared.target[parity];
-  }
+  // Sets where the dQ of this block is added. With two steps, the second step of the block before
+  // the previous one has been written, so the first one, with which DqAdder reads the slot, has
+  // been taken. With one step, the same holds once the previous block's dQ has been written.
+  __device__ __forceinline__ void SetDqTarget(int parity) { Base::SetDqTarget(parity, parity); }
 
   // Adds the dQ of the previous block when its product, the first of two in flight, is complete.
   __device__ __forceinline__ void AddDqBefore(int parity) {
     WaitWgmma<1>();
     FenceRegisters(block.dq);
-    // The other warpgroup may now overwrite the previous dS.
+    // The other warpgroup may now overwrite the previous dS, or the factors of the one before it.
     ArriveByWarp(&shared.ds_full[parity], thread);
     if (!(num_done & kFirst)) AddDq(parity ^ 1);
   }
