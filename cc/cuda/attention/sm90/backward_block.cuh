@@ -115,23 +115,22 @@ struct BackwardBlock {
     FenceRegisters(scores);
     FenceWgmma();
     constexpr int kPanelDims = Config::kRowPanelDims;
-    MultiplyRowsKeys<Element, kColumns, Config::kHeadDim, Product::kIsResult, kPanelDims>(
-        RowDescriptor<kClusterSize, kPanelDims>(RowX() + RowPart() * 64 * kPanelDims), kRowXPanel,
-        RowDescriptor<kClusterSize>(shared.column_x[stage]), kColumnPanel, scores);
+    const AlongOperand<kClusterSize, kPanelDims> rows(RowX() + RowPart() * 64 * kPanelDims,
+                                                      kRowXPanel);
+    const AlongOperand<kClusterSize> columns(shared.column_x[stage], kColumnPanel);
+    Multiply<Element, kColumns, Config::kHeadDim>(rows, columns, scores);
     CommitWgmma();
   }
 
   __device__ __forceinline__ void IssueDp(int stage) {
     FenceRegisters(dp);
     FenceWgmma();
-    const uint64_t columns = RowDescriptor<kClusterSize>(shared.column_y[stage]);
+    const AlongOperand<kClusterSize> columns(shared.column_y[stage], kColumnPanel);
     if constexpr (Config::kRowYInRegisters) {
-      MultiplyRegisterRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
-          row_y, columns, kColumnPanel, dp);
+      Multiply<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(row_y, columns, dp);
     } else {
-      MultiplyRowsKeys<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(
-          RowDescriptor<kClusterSize>(shared.row_y + RowPart() * 64 * 64), kRowYPanel, columns,
-          kColumnPanel, dp);
+      const AlongOperand<kClusterSize> rows(shared.row_y + RowPart() * 64 * 64, kRowYPanel);
+      Multiply<Element, kColumns, Config::kValueDim, Product::kIsSubtracted>(rows, columns, dp);
     }
     CommitWgmma();
   }
@@ -139,16 +138,16 @@ struct BackwardBlock {
   __device__ __forceinline__ void IssueDy(int stage) {
     FenceRegisters(dy);
     FenceWgmma();
-    MultiplyProbabilitiesValues<Element, kColumns, kYDims>(
-        p, ColumnDescriptor<kClusterSize>(shared.column_y[stage], kColumnPanel), dy);
+    const AcrossOperand<kClusterSize> columns(shared.column_y[stage], kColumnPanel);
+    Multiply<Element, kYDims, kColumns, Product::kIsAdded>(p, columns, dy);
     CommitWgmma();
   }
 
   __device__ __forceinline__ void IssueDx(int stage) {
     FenceRegisters(dx);
     FenceWgmma();
-    MultiplyProbabilitiesValues<Element, kColumns, kXDims>(
-        ds, ColumnDescriptor<kClusterSize>(shared.column_x[stage], kColumnPanel), dx);
+    const AcrossOperand<kClusterSize> columns(shared.column_x[stage], kColumnPanel);
+    Multiply<Element, kXDims, kColumns, Product::kIsAdded>(ds, columns, dx);
     CommitWgmma();
   }
 
@@ -156,11 +155,11 @@ struct BackwardBlock {
   __device__ __forceinline__ void IssueDq(const Element* source) {
     FenceRegisters(dq);
     FenceWgmma();
-    MultiplyColumnsRows<Element, Config::kDqQueries, Config::kBlockRows>(
-        ColumnDescriptor<kClusterSize>(
-            RowX() + DqPanel<Config>(warpgroup, 0) * 64 * Config::kBlockRows, kRowXPanel),
-        RowDescriptor<kClusterSize>(source + DqFirstQuery<Config>(warpgroup) * 64), kColumnPanel,
-        dq);
+    const AcrossOperand<kClusterSize> rows(
+        RowX() + DqPanel<Config>(warpgroup, 0) * 64 * Config::kBlockRows, kRowXPanel);
+    const AlongOperand<kClusterSize> gradients(source + DqFirstQuery<Config>(warpgroup) * 64,
+                                               kColumnPanel);
+    Multiply<Element, Config::kDqQueries, Config::kBlockRows>(rows, gradients, dq);
     CommitWgmma();
   }
 
@@ -170,11 +169,10 @@ struct BackwardBlock {
     constexpr int kDims = Config::kHeadDim / Config::kNumConsumers;
     FenceRegisters(dq);
     FenceWgmma();
-    MultiplyRowsValues<Element, kDims, Config::kBlockRows, kPanelDims>(
-        RowDescriptor<kClusterSize>(source), kColumnPanel,
-        ColumnDescriptor<kClusterSize, kPanelDims>(RowX() + warpgroup * kDims * Config::kBlockRows,
-                                                   kRowXPanel),
-        dq);
+    const AlongOperand<kClusterSize> gradients(source, kColumnPanel);
+    const AcrossOperand<kClusterSize, kPanelDims> rows(
+        RowX() + warpgroup * kDims * Config::kBlockRows, kRowXPanel);
+    Multiply<Element, kDims, Config::kBlockRows>(gradients, rows, dq);
     CommitWgmma();
   }
 

@@ -178,14 +178,13 @@ struct Consumer {
     constexpr uint32_t kPanel = 64 * sizeof(Element);
     FenceRegisters(scores);
     FenceWgmma();
-    const uint64_t keys = RowDescriptor<Config::kClusterSize>(shared.k[k_ring.stage]);
+    const AlongOperand<Config::kClusterSize> keys(shared.k[k_ring.stage], kBlockN * kPanel);
     if constexpr (Config::kQInRegisters) {
-      MultiplyRegisterRowsKeys<Element, kBlockN, Config::kHeadDim>(q, keys, kBlockN * kPanel,
-                                                                   scores);
+      Multiply<Element, kBlockN, Config::kHeadDim>(q, keys, scores);
     } else {
-      MultiplyRowsKeys<Element, kBlockN, Config::kHeadDim>(
-          RowDescriptor<Config::kClusterSize>(shared.q[q_ring.stage] + warpgroup * 64 * 64),
-          Config::kBlockM * kPanel, keys, kBlockN * kPanel, scores);
+      const AlongOperand<Config::kClusterSize> queries(shared.q[q_ring.stage] + warpgroup * 64 * 64,
+                                                       Config::kBlockM * kPanel);
+      Multiply<Element, kBlockN, Config::kHeadDim>(queries, keys, scores);
     }
     CommitWgmma();
   }
@@ -193,11 +192,9 @@ struct Consumer {
   __device__ __forceinline__ void IssueValues() {
     FenceRegisters(acc);
     FenceWgmma();
-    MultiplyProbabilitiesValues<Element, kBlockN, Config::kValueDim>(
-        p,
-        ColumnDescriptor<Config::kClusterSize>(shared.v[v_ring.stage],
-                                               kBlockN * 64 * sizeof(Element)),
-        acc);
+    const AcrossOperand<Config::kClusterSize> values(shared.v[v_ring.stage],
+                                                     kBlockN * 64 * sizeof(Element));
+    Multiply<Element, Config::kValueDim, kBlockN, Product::kIsAdded>(p, values, acc);
     CommitWgmma();
   }
 

@@ -32,8 +32,7 @@ __device__ __forceinline__ void FenceRegisters(float (&x)[kCount]) {
 // swizzle, and 8 rows per swizzle atom; or half as wide, with a 64-byte swizzle. Descriptor fields
 // are in units of 16 bytes.
 template <int kPanelDims>
-constexpr uint64_t kAtomOffsetOf = 8 * kPanelDims * 2 / 16;
-constexpr uint64_t kAtomOffset = kAtomOffsetOf<64>;
+constexpr uint64_t kAtomOffset = 8 * kPanelDims * 2 / 16;
 template <int kPanelDims>
 constexpr uint64_t kSwizzle = uint64_t{kPanelDims == 64 ? 1 : 2} << 62;
 
@@ -46,101 +45,71 @@ __device__ __forceinline__ uint32_t DescriptorAddress(const void* tile) {
   return (kClusterSize == 1 ? address : address & 0x3ffff) >> 4;
 }
 
-// For an operand that is contiguous along the contraction: q and k.
-template <int kClusterSize = 1, int kPanelDims = 64>
-__device__ __forceinline__ uint64_t RowDescriptor(const void* tile) {
-  return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) | (uint64_t{1} << 16) |
-         DescriptorAddress<kClusterSize>(tile);
-}
-
-// For an operand that is contiguous across the contraction: v, whose panels are `panel_bytes`
-// apart.
-template <int kClusterSize = 1, int kPanelDims = 64>
-__device__ __forceinline__ uint64_t ColumnDescriptor(const void* tile, uint32_t panel_bytes) {
-  return kSwizzle<kPanelDims> | (kAtomOffsetOf<kPanelDims> << 32) |
-         (uint64_t{panel_bytes / 16} << 16) | DescriptorAddress<kClusterSize>(tile);
-}
-
 // Advances a descriptor by `offset` units. Addresses are in the lower half, and never overflow it.
 __device__ __forceinline__ uint64_t Advance(uint64_t descriptor, uint32_t offset) {
   return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + offset);
 }
 
-// Whether a product becomes the result, or is subtracted from it.
-enum class Product { kIsResult, kIsSubtracted };
+// An operand of a product in shared memory. Step(i) is the descriptor of elements 16 * i to
+// 16 * i + 15 of the contraction. This one is contiguous along the contraction, such as q and k in
+// the product for scores: its panels, of `panel_bytes` each, follow one another along it.
+template <int kClusterSize = 1, int kPanelDims = 64>
+struct AlongOperand {
+  static constexpr Contiguous kContiguous = Contiguous::kAlong;
+  uint64_t first;
+  uint32_t panel_bytes;
+
+  __device__ __forceinline__ AlongOperand(const void* tile, uint32_t panel_bytes)
+      : first(kSwizzle<kPanelDims> | (kAtomOffset<kPanelDims> << 32) | (uint64_t{1} << 16) |
+              DescriptorAddress<kClusterSize>(tile)),
+        panel_bytes(panel_bytes) {}
+  __device__ __forceinline__ uint64_t Step(int i) const {
+    constexpr uint32_t kSteps = kPanelDims / 16;  // Per panel. 16 elements are 32 bytes.
+    return Advance(first, i / kSteps * (panel_bytes / 16) + 2 * (i % kSteps));
+  }
+};
+
+// This one is contiguous across the contraction, such as v in the product for the output, and so
+// are its panels, which are `panel_bytes` apart.
+template <int kClusterSize = 1, int kPanelDims = 64>
+struct AcrossOperand {
+  static constexpr Contiguous kContiguous = Contiguous::kAcross;
+  uint64_t first;
+
+  __device__ __forceinline__ AcrossOperand(const void* tile, uint32_t panel_bytes)
+      : first(kSwizzle<kPanelDims> | (kAtomOffset<kPanelDims> << 32) |
+              (uint64_t{panel_bytes / 16} << 16) | DescriptorAddress<kClusterSize>(tile)) {}
+  __device__ __forceinline__ uint64_t Step(int i) const {
+    return Advance(first, i * 2 * kAtomOffset<kPanelDims>);
+  }
+};
+
+// What becomes of a product: the result, or it is added to the result, or subtracted from it.
+enum class Product { kIsResult, kIsAdded, kIsSubtracted };
 template <Product kProduct>
 constexpr int kSignOf = kProduct == Product::kIsSubtracted ? -1 : 1;
 
-// scores[64, kN] = rows[64, kDim] * keys[kN, kDim]^T, both in shared memory. `rows_bytes` and
-// `keys_bytes` are the sizes of their panels; panels of rows may be narrower.
-template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult,
-          int kRowPanelDims = 64>
-__device__ __forceinline__ void MultiplyRowsKeys(uint64_t rows, uint32_t rows_bytes, uint64_t keys,
-                                                 uint32_t keys_bytes, float (&scores)[kN / 2]) {
+// result[64, kN] = a[64, kK] * b[kK, kN], both in shared memory.
+template <typename Element, int kN, int kK, Product kProduct = Product::kIsResult, typename A,
+          typename B>
+__device__ __forceinline__ void Multiply(const A& a, const B& b, float (&result)[kN / 2]) {
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
-    const uint32_t panel = step / 4, offset = 2 * (step % 4);  // 16 elements are 32 bytes.
-    constexpr uint32_t kRowSteps = kRowPanelDims / 16;         // Per panel.
-    WgmmaInstruction<kN>::template Shared<Element, kSignOf<kProduct>, Contiguous::kAlong,
-                                          Contiguous::kAlong>(
-        Advance(rows, step / kRowSteps * (rows_bytes / 16) + 2 * (step % kRowSteps)),
-        Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-        /*accumulate=*/kProduct != Product::kIsResult || step > 0);
+  for (int i = 0; i < kK / 16; ++i) {
+    WgmmaInstruction<kN>::template Shared<Element, kSignOf<kProduct>, A::kContiguous,
+                                          B::kContiguous>(
+        a.Step(i), b.Step(i), result,
+        /*accumulate=*/kProduct != Product::kIsResult || i > 0);
   }
 }
 
-// The same, if the rows are in registers.
-template <typename Element, int kN, int kDim, Product kProduct = Product::kIsResult>
-__device__ __forceinline__ void MultiplyRegisterRowsKeys(const uint32_t (&rows)[kDim / 4],
-                                                         uint64_t keys, uint32_t keys_bytes,
-                                                         float (&scores)[kN / 2]) {
+// The same with `a` in registers, as packed pairs.
+template <typename Element, int kN, int kK, Product kProduct = Product::kIsResult, typename B>
+__device__ __forceinline__ void Multiply(const uint32_t (&a)[kK / 4], const B& b,
+                                         float (&result)[kN / 2]) {
 #pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
-    const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaInstruction<kN>::template Registers<Element, kSignOf<kProduct>, Contiguous::kAlong>(
-        rows + 4 * step, Advance(keys, panel * (keys_bytes / 16) + offset), scores,
-        /*accumulate=*/kProduct != Product::kIsResult || step > 0);
-  }
-}
-
-// out[64, kDim] += p[64, kN] * values[kN, kDim], with p in registers as packed pairs.
-template <typename Element, int kN, int kDim>
-__device__ __forceinline__ void MultiplyProbabilitiesValues(const uint32_t (&p)[kN / 4],
-                                                            uint64_t values,
-                                                            float (&out)[kDim / 2]) {
-#pragma unroll
-  for (int step = 0; step < kN / 16; ++step) {
-    WgmmaInstruction<kDim>::template Registers<Element, 1, Contiguous::kAcross>(
-        p + 4 * step, Advance(values, step * 2 * kAtomOffset), out, /*accumulate=*/true);
-  }
-}
-
-// out[64, kN] = columns[kK, 64]^T * rows[kN, kK]^T, both in shared memory: `columns` is one panel,
-// contiguous across the contraction.
-template <typename Element, int kN, int kK>
-__device__ __forceinline__ void MultiplyColumnsRows(uint64_t columns, uint64_t rows,
-                                                    uint32_t rows_bytes, float (&out)[kN / 2]) {
-#pragma unroll
-  for (int step = 0; step < kK / 16; ++step) {
-    const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaInstruction<kN>::template Shared<Element, 1, Contiguous::kAcross, Contiguous::kAlong>(
-        Advance(columns, step * 2 * kAtomOffset), Advance(rows, panel * (rows_bytes / 16) + offset),
-        out,
-        /*accumulate=*/step > 0);
-  }
-}
-
-// out[64, kDim] = rows[64, kK] * values[kK, kDim], both in shared memory. Panels of values are
-// kPanelDims wide.
-template <typename Element, int kDim, int kK, int kPanelDims>
-__device__ __forceinline__ void MultiplyRowsValues(uint64_t rows, uint32_t rows_bytes,
-                                                   uint64_t values, float (&out)[kDim / 2]) {
-#pragma unroll
-  for (int step = 0; step < kK / 16; ++step) {
-    const uint32_t panel = step / 4, offset = 2 * (step % 4);
-    WgmmaInstruction<kDim>::template Shared<Element, 1, Contiguous::kAlong, Contiguous::kAcross>(
-        Advance(rows, panel * (rows_bytes / 16) + offset),
-        Advance(values, step * 2 * kAtomOffsetOf<kPanelDims>), out, /*accumulate=*/step > 0);
+  for (int i = 0; i < kK / 16; ++i) {
+    WgmmaInstruction<kN>::template Registers<Element, kSignOf<kProduct>, B::kContiguous>(
+        a + 4 * i, b.Step(i), result, /*accumulate=*/kProduct != Product::kIsResult || i > 0);
   }
 }
 
