@@ -1,6 +1,8 @@
 """Mistakes that once went unnoticed, or were blamed on another argument."""
 
+import ast
 import copy
+import inspect
 import pickle
 
 import jax
@@ -203,8 +205,12 @@ def test_random_keys_are_tokens():
   )
 
 
-def test_overlap_is_part_of_the_package():
-  assert callable(jax_magi.overlap.measure)
+def test_modules_are_part_of_the_package():
+  """Without an import of their own, which other tests make: of the package's own imports."""
+  tree = ast.parse(inspect.getsource(jax_magi))
+  imported = {x.name for n in tree.body if isinstance(n, ast.ImportFrom) for x in n.names}
+  for name in jax_magi.__all__:
+    assert name in imported, name
 
 
 @pytest.mark.parametrize("transport", ["two_level", "ragged", "all_to_all"])

@@ -318,6 +318,13 @@ def test_explanation_of_a_repeated_mask():
     assert any("repeated" in note for note in notes) == is_repeated
 
 
+@pytest.mark.parametrize("name", ["explain", "aliases"])
+def test_no_keyword_is_hidden(name):
+  """Explanations are a function of their own, and memory is given away by `donate`."""
+  with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+    fused_scale_mask_softmax(np.zeros((2, 3), np.float32), **{name: True})
+
+
 def test_fallbacks_are_logged_once(caplog):
   backends._log_once.cache_clear()
   with caplog.at_level(logging.DEBUG, logger="jax_magi"), jax.enable_x64(True):
