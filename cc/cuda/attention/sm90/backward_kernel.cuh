@@ -64,9 +64,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 1)
     InitRing(shared.y_full, shared.y_empty, 1, kWarps + kOtherWarps);
     if constexpr (kClusterSize > 1) shared.work.Init();
     InitRing(shared.dq_full, shared.dq_empty, kWarpgroup / 32, 1);
-    for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kConsumers / 32);
+    // With roles, all threads arrive: each has read factors that the other warpgroup overwrites.
+    constexpr int kDsArrivals = Config::kHasRoles ? kConsumers : kConsumers / 32;
+    for (uint64_t& barrier : shared.ds_full) InitBarrier(&barrier, kDsArrivals);
     if constexpr (Config::kHasRoles) {
-      for (uint64_t& barrier : shared.factors_full) InitBarrier(&barrier, kWarpgroup / 32);
+      for (uint64_t& barrier : shared.factors_full) InitBarrier(&barrier, kWarpgroup);
     }
     if constexpr (Config::kBiasByTma) {
       const bool is_stored = !Config::kDqIsLate || params.gradients.dbias != nullptr;

@@ -173,7 +173,7 @@ struct BackwardRoles : BackwardWarpgroup<Config> {
             make_uint4(block.p[4 * i], block.p[4 * i + 1], block.p[4 * i + 2], block.p[4 * i + 3]);
       }
     }
-    ArriveByWarp(&shared.factors_full[stage], thread);
+    Arrive(&shared.factors_full[stage]);
   }
 
   __device__ __forceinline__ void TakeFactors(int stage) {
@@ -205,7 +205,7 @@ struct BackwardRoles : BackwardWarpgroup<Config> {
     WaitWgmma<1>();
     FenceRegisters(block.dq);
     // The other warpgroup may now overwrite the previous dS, or the factors of the one before it.
-    ArriveByWarp(&shared.ds_full[parity], thread);
+    Arrive(&shared.ds_full[parity]);
     if (!(num_done & kFirst)) AddDq(parity ^ 1);
   }
   // Adds the dQ of a tile's last block.

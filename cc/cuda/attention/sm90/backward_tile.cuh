@@ -89,7 +89,8 @@ struct BackwardFactors {
   // The factors of dP, packed: each thread passes 16 bytes to the same thread of the other
   // warpgroup. One buffer per stage of dS.
   alignas(1024) uint4 factors[2][4][kWarpgroup];
-  uint64_t factors_full[2];  // The first warpgroup arrives, and the other one waits.
+  // All threads of the first warpgroup arrive, and the other one waits.
+  uint64_t factors_full[2];
 };
 template <>
 struct BackwardFactors<false> {};
