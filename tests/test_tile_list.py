@@ -1,5 +1,7 @@
 """Lists of tiles that the CUDA kernels get: those of known masks, made without a GPU."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import jax_magi
 from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
+from jax_magi._src.native import attention
 from jax_magi._src.native.backends import CUDA
 from tests.needs import hopper_needs, most_tile_rows, stamped_blocks
 
@@ -258,6 +261,30 @@ def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
   else:  # Uneven tiles: those of one wave would end with the heaviest.
     assert parts == 6 or num_tiles * parts > 132
   assert parts == 1 or num_tiles < 8 * 132, "with plenty of tiles, sums are in vain"
+
+
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+@pytest.mark.parametrize("length", [1024, 2048, 4096])
+def test_parts_of_dk_and_dv_fill_gpus_of_any_size(length, num_sms):
+  """An H20 has 78 SMs, and an H100 for PCIe 114: the waves of one are not those of another."""
+  options = {"is_backward": True, "group": 6, "num_kv_heads": 8, "num_sms": num_sms}
+  parts = hopper_needs(AttentionMask.full(length), **options).num_dkv_parts
+  waves = {n: -(-8 * (length // 128) * n // num_sms) / n for n in (1, 2, 3, 6)}
+  assert waves[parts] <= 1.3 * min(waves.values())
+
+
+def test_parts_are_for_the_gpu_that_is_there(monkeypatch):
+  seen = []
+  monkeypatch.setattr(attention, "num_multiprocessors", lambda: 78)
+  backend = types.SimpleNamespace(
+    module=types.SimpleNamespace(attention_needs=lambda **call: seen.append(call)),
+    architecture=types.SimpleNamespace(name="sm90"),
+    shared_memory_bytes=lambda: 227 << 10,
+  )
+  x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+  slices = jax.ShapeDtypeStruct((1, 1, 6), np.int32)
+  attention._needs(backend, x, x, x, slices, softcap=0.0, is_backward=True)
+  assert seen[0]["num_sms"] == 78
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -74,9 +74,9 @@ def test_tiles_out_of_the_arrays_are_moved_into_them():
   )
 
 
-def _traced(length, slices, group=1):
-  """out of causal self-attention with these slices, which are not known before the call."""
-  q, k = (jnp.ones((length, num_heads, 64), jnp.bfloat16) for num_heads in (2 * group, 2))
+def _traced(length, slices, num_heads=2, group=1):
+  """out of self-attention with these slices, which are not known before the call."""
+  q, k = (jnp.ones((length, n, 64), jnp.bfloat16) for n in (num_heads, num_heads // group))
 
   @jax.jit
   def call(q, k, slices):
@@ -97,6 +97,12 @@ def test_more_slices_than_the_kernels_count_are_refused():
     _traced(1 << 18, jnp.zeros((1 << 20, 6), np.int32))
 
 
+def test_more_tiles_than_the_kernels_count_are_refused():
+  """Each slice may cut the rows twice, for each of 1,024 heads."""
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"tiles .* must be fewer than 2\*\*31"):
+    _traced(1, jnp.zeros((1 << 20, 6), np.int32), num_heads=1024)
+
+
 def test_a_forged_number_of_blocks_lifts_no_limit():
   """With 4 query heads for each kv head, the blocks of half as many slices are too many, too."""
   slices = jnp.zeros((1 << 19, 6), np.int32)
@@ -104,7 +110,7 @@ def test_a_forged_number_of_blocks_lifts_no_limit():
     forward_in_clusters(),  # Its stamp says that the mask is known.
     pytest.raises(jax.errors.JaxRuntimeError, match="slices that are not known"),
   ):
-    _traced(1 << 18, slices, group=4)
+    _traced(1 << 18, slices, num_heads=8, group=4)
 
 
 def test_wild_slices_are_clipped():

@@ -310,8 +310,8 @@ def test_shardings_are_kept_on_meshes_with_many_axes(spec):
     assert compiled.output_shardings.is_equivalent_to(kept, 4)
     return seconds
 
-  few, many = (min(time_to_compile(n) for _ in range(2)) for n in (3, 12))
-  assert many < 2 * few
+  seconds = [min(time_to_compile(n) for _ in range(2)) for n in (3, 8, 12)]
+  assert max(seconds) < 1.5 * min(seconds)
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
