@@ -111,7 +111,7 @@ def test_operands_may_be_written_right_before_the_call(head_dim, is_known, is_ca
   mask = AttentionMask.causal(_LENGTH)
 
   def results(q, k, v, slices, *, is_written):
-    """out and gradients; `is_written`: of operands that XLA's kernels write in the same program."""
+    """out, and gradients of q, k and v. `is_written`: XLA's kernels write the operands first."""
     if is_written:
       q, k, v, slices = jax.lax.optimization_barrier((q * 3, k * 2, v * 5, slices + 0))
     used = mask if is_known else AttentionMask(slices, _LENGTH, _LENGTH)

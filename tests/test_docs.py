@@ -84,6 +84,14 @@ def test_files_that_are_named_exist(page):
   assert named or linked or page.name != "design.md"
 
 
+def test_every_environment_variable_is_in_the_table():
+  sources = "".join(path.read_text() for path in (ROOT / "jax_magi").rglob("*.py"))
+  names = set(re.findall(r'"((?:JAX_)?MAGI_[A-Z_]+)"', sources))
+  assert len(names) >= 3
+  table = (ROOT / "docs" / "functions.md").read_text()
+  assert {name for name in names if f"`{name}`" not in table} == set()
+
+
 def test_every_hop_of_the_walk_is_there():
   text = (ROOT / "docs" / "design.md").read_text()
   hops = re.findall(r"^\| (\d+) \| `([\w./]+)`: ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
