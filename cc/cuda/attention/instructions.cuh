@@ -109,19 +109,25 @@ __device__ __forceinline__ bool NamedAny(int id, int num_threads, bool mine) {
 
 // Loads four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l /
 // 8.
-__device__ __forceinline__ void LoadMatrices(const void* address, uint32_t* x) {
+__device__ __forceinline__ void LoadMatrices(uint32_t shared_address, uint32_t* x) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(SharedAddress(address))
+               : "r"(shared_address)
                : "memory");
+}
+__device__ __forceinline__ void LoadMatrices(const void* address, uint32_t* x) {
+  LoadMatrices(SharedAddress(address), x);
 }
 
 // The same, transposed.
-__device__ __forceinline__ void LoadMatricesTransposed(const void* address, uint32_t* x) {
+__device__ __forceinline__ void LoadMatricesTransposed(uint32_t shared_address, uint32_t* x) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(SharedAddress(address))
+               : "r"(shared_address)
                : "memory");
+}
+__device__ __forceinline__ void LoadMatricesTransposed(const void* address, uint32_t* x) {
+  LoadMatricesTransposed(SharedAddress(address), x);
 }
 
 }  // namespace jax_magi::cuda
