@@ -1,4 +1,4 @@
-// Instructions of all GPUs from Ampere on.
+// Instructions of all GPUs from Ampere on, unless stated otherwise.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_INSTRUCTIONS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_INSTRUCTIONS_CUH_
@@ -103,6 +103,15 @@ __device__ __forceinline__ bool NamedAny(int id, int num_threads, bool mine) {
       : "r"(id), "r"(num_threads), "r"(static_cast<int>(mine))
       : "memory");
   return any;
+}
+
+// --- Clusters, on Hopper and later ---
+
+// The CTA's rank in its cluster.
+__device__ __forceinline__ uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
 }
 
 // --- Matrices ---

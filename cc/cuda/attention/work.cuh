@@ -3,6 +3,8 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_WORK_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_WORK_CUH_
 
+#include <algorithm>
+
 #include "cc/cuda/attention/early_launch.cuh"
 #include "cc/cuda/attention/tile_list.h"
 
@@ -40,6 +42,16 @@ inline WorkParams MakeWork(const AttentionShape& shape, const Tiling& tiling, co
   work.work_per_tile = work.num_repeats * num_packs;
   work.section_work_per_tile = work.num_repeats * packs_per_section;
   return work;
+}
+
+// The number of packs of query heads in progress at a time: whole groups, and the same number each
+// time. Keys and values of their heads should fit in `num_l2_bytes`.
+inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head,
+                           int64_t num_l2_bytes) {
+  const int64_t num_bytes = 2 * shape.batch * shape.k_len * (shape.head_dim + shape.value_dim) + 1;
+  int64_t kv_heads = std::clamp<int64_t>(num_l2_bytes / num_bytes, 1, shape.num_kv_heads);
+  while (shape.num_kv_heads % kv_heads) --kv_heads;
+  return static_cast<int>(kv_heads) * packs_per_kv_head;
 }
 
 // Lane 0 reads and broadcasts to the warp, so that it may then arrive at a barrier for all lanes.
@@ -159,6 +171,14 @@ __device__ __forceinline__ Slice LoadTileSlice(const WorkParams& params, const T
       params.slices + (params.num_repeats > 1 ? 0 : int64_t{tile.batch} * params.num_slices);
   return LoadSlice(slices, i, params.num_rows, params.num_columns, kByKeys);
 }
+
+// The description of one column block.
+struct alignas(16) BlockInfo {
+  Slice slice;
+  int32_t begin;
+  int32_t flags;
+};
+enum BlockFlag { kMasked = 1, kLast = 2 };
 
 // Whether each of these rows sees every column of a block.
 __device__ __forceinline__ bool IsClean(const Slice& slice, Range rows, int begin,

@@ -10,9 +10,9 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_KERNEL_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_KERNEL_CUH_
 
+#include "cc/cuda/attention/forward_epilogue.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
 #include "cc/cuda/attention/sm90/forward_block_terms.cuh"
-#include "cc/cuda/attention/sm90/forward_epilogue.cuh"
 #include "cc/cuda/attention/sm90/forward_planner.cuh"
 #include "cc/cuda/attention/sm90/forward_producer.cuh"
 #include "cc/cuda/attention/sm90/forward_tile.cuh"

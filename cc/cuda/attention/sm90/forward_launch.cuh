@@ -12,15 +12,6 @@ namespace jax_magi::cuda::sm90 {
 // Keys and values of the heads in progress should fit in this part of the 50 MB L2 cache.
 constexpr int64_t kL2Budget = 32 << 20;
 
-// The number of packs of query heads in progress at a time: whole groups, and the same number each
-// time.
-inline int PacksPerSection(const AttentionShape& shape, int packs_per_kv_head) {
-  const int64_t num_bytes = 2 * shape.batch * shape.k_len * (shape.head_dim + shape.value_dim) + 1;
-  int64_t kv_heads = std::clamp<int64_t>(kL2Budget / num_bytes, 1, shape.num_kv_heads);
-  while (shape.num_kv_heads % kv_heads) --kv_heads;
-  return static_cast<int>(kv_heads) * packs_per_kv_head;
-}
-
 template <typename Config>
 Tiling ConfigTiling(const AttentionShape& shape) {
   // If there are few queries, all tiles pack heads.
@@ -52,7 +43,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   ForwardParamsOf<Config> params;
   params.parts = {};
   params.work = MakeWork(shape, tiling, args.slices, options.tile_list, workspace.counter,
-                         num_packs, PacksPerSection(shape, packs_per_kv_head));
+                         num_packs, PacksPerSection(shape, packs_per_kv_head, kL2Budget));
   // If there are no keys, tensor maps describe these tensors, but nothing reads them.
   const void* k = args.k == nullptr ? args.q : args.k;
   const void* v = args.v == nullptr ? args.q : args.v;

@@ -4,11 +4,12 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_TILE_CUH_
 
 #include "cc/attention.h"
+#include "cc/cuda/attention/join_parts.cuh"
 #include "cc/cuda/attention/score_terms.cuh"
 #include "cc/cuda/attention/sm90/config.h"
 #include "cc/cuda/attention/sm90/hopper.cuh"
-#include "cc/cuda/attention/sm90/join_parts.cuh"
 #include "cc/cuda/attention/sm90/pipeline.cuh"
+#include "cc/cuda/attention/tile_info.h"
 
 namespace jax_magi::cuda::sm90 {
 
@@ -77,11 +78,6 @@ struct ForwardBias<Config, true> {
   uint64_t bias_full[Config::kBiasStages], bias_empty[Config::kBiasStages];
 };
 
-// One query tile of one head, or of several packed heads. num_blocks < 0: no more work.
-struct alignas(16) TileInfo {
-  int32_t batch, head, num_heads, log2_pack, begin, num_rows, num_blocks;
-  int32_t part;  // See WorkItem.
-};
 struct TermsTileInfo : TileInfo {
   float slope;  // 0 if there are no slopes.
 };

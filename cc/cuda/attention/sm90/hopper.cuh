@@ -68,12 +68,6 @@ __device__ __forceinline__ bool IsDone(uint64_t* barrier, uint32_t phase) {
 
 // --- Clusters of CTAs ---
 
-__device__ __forceinline__ uint32_t ClusterRank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
 // The address of shared memory in a kernel that has only dynamic shared memory. The kernel must
 // check that it is there.
 template <int kClusterSize = 1>

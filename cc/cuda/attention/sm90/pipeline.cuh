@@ -9,14 +9,6 @@
 
 namespace jax_magi::cuda::sm90 {
 
-// The description of one column block, from the producer to the consumers.
-struct alignas(16) BlockInfo {
-  Slice slice;
-  int32_t begin;
-  int32_t flags;
-};
-enum BlockFlag { kMasked = 1, kLast = 2 };
-
 // A position in a ring of stages. The phase flips each time the position wraps around.
 template <int kStages>
 struct RingPosition {

@@ -1,13 +1,15 @@
 // The forward kernel's epilogue: a consumer warpgroup stores its part of a tile to global memory.
 
-#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_EPILOGUE_CUH_
-#define JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_EPILOGUE_CUH_
+#ifndef JAX_MAGI_CUDA_ATTENTION_FORWARD_EPILOGUE_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_FORWARD_EPILOGUE_CUH_
 
+#include "cc/cuda/attention/early_launch.cuh"
+#include "cc/cuda/attention/instructions.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
-#include "cc/cuda/attention/sm90/forward_tile.cuh"
 #include "cc/cuda/attention/store.cuh"
+#include "cc/cuda/attention/tile_info.h"
 
-namespace jax_magi::cuda::sm90 {
+namespace jax_magi::cuda {
 
 template <typename Config, typename Consumer>
 struct ForwardEpilogue {
@@ -169,6 +171,6 @@ struct ForwardEpilogue {
   }
 };
 
-}  // namespace jax_magi::cuda::sm90
+}  // namespace jax_magi::cuda
 
-#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_FORWARD_EPILOGUE_CUH_
+#endif  // JAX_MAGI_CUDA_ATTENTION_FORWARD_EPILOGUE_CUH_

@@ -1,30 +1,27 @@
-// How the forward kernel's consumers reduce the parts of a tile: see key_parts.h.
+// How the forward kernels reduce the parts of a tile: see key_parts.h.
 
-#ifndef JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
-#define JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
+#ifndef JAX_MAGI_CUDA_ATTENTION_JOIN_PARTS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_JOIN_PARTS_CUH_
 
+#include "cc/cuda/attention/instructions.cuh"
 #include "cc/cuda/attention/key_parts.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
-#include "cc/cuda/attention/sm90/config.h"
-#include "cc/cuda/attention/sm90/hopper.cuh"
 
-namespace jax_magi::cuda::sm90 {
+namespace jax_magi::cuda {
 
-static_assert(kPartThreads == kWarpgroup, "a warpgroup has 64 rows");
-
-// Named barriers of the forward kernel. Barrier 0 is that of __syncthreads().
+// Named barriers of the forward kernels. Barrier 0 is that of __syncthreads().
 enum ForwardBarrier {
-  // One per consumer warpgroup, whose threads all arrive and wait: first when their part's results
+  // One per group of 64 rows, whose threads all arrive and wait: first when their part's results
   // are stored, then to learn from thread 0 whether it was the last part.
   kPartStored = 1,
 };
 
-// Reduces the parts of a tile, for one consumer warpgroup of 64 rows.
+// Reduces the parts of a tile, for one group of 64 rows, which kPartThreads threads hold.
 template <typename Config>
 struct PartJoiner {
   static constexpr int kWords = PartWords(Config::kValueDim);
   const PartsParams& params;
-  int part, warpgroup, thread;
+  int part, group, thread;
 
   __device__ __forceinline__ int NumParts() const { return part >> 16; }
   __device__ __forceinline__ int Number() const { return part & 0xffff; }
@@ -32,10 +29,10 @@ struct PartJoiner {
   __device__ __forceinline__ int TileNumber() const { return Number() / NumParts(); }
   __device__ __forceinline__ int First() const { return TileNumber() * NumParts(); }
 
-  // The index of this warpgroup's share of a part or tile: each CTA of a cluster has room for
+  // The index of this group's share of a part or tile: each CTA of a cluster has room for
   // `count` shares.
   __device__ __forceinline__ int Place(int number, int count) const {
-    int place = number * Config::kNumConsumers + warpgroup;
+    int place = number * Config::kNumConsumers + group;
     if constexpr (Config::kClusterSize > 1) place += static_cast<int>(ClusterRank()) * count;
     return place;
   }
@@ -43,7 +40,7 @@ struct PartJoiner {
   // The words of this thread's share of a part.
   __device__ __forceinline__ float4* Words(int number) const {
     const int place = Place(number, kMaxParts / 2 * Config::kNumConsumers);
-    return params.parts + int64_t{place} * kWords * kWarpgroup + thread;
+    return params.parts + int64_t{place} * kWords * kPartThreads + thread;
   }
 
   // Stores this part's partial results. Returns whether all parts have stored theirs.
@@ -52,20 +49,20 @@ struct PartJoiner {
     float4* words = Words(Number());
 #pragma unroll
     for (int i = 0; i < kWords - 2; ++i) {
-      words[i * kWarpgroup] =
+      words[i * kPartThreads] =
           make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
     }
-    words[(kWords - 2) * kWarpgroup] =
+    words[(kWords - 2) * kPartThreads] =
         make_float4(state.reference[0], state.reference[1], state.sum[0], state.sum[1]);
-    words[(kWords - 1) * kWarpgroup] = make_float4(state.max[0], state.max[1], 0.0f, 0.0f);
-    NamedSync(kPartStored + warpgroup, kWarpgroup);
+    words[(kWords - 1) * kPartThreads] = make_float4(state.max[0], state.max[1], 0.0f, 0.0f);
+    NamedSync(kPartStored + group, kPartThreads);
     bool is_last = false;
     if (thread == 0) {
       int32_t* counter = params.counters + Place(TileNumber(), kMaxPartCounters / 2);
-      // On behalf of the whole warpgroup: its writes come before the addition, its reads after.
+      // On behalf of the whole group: its writes come before the addition, its reads after.
       is_last = AddInOrder(counter, 1) == NumParts() - 1;
     }
-    return NamedAny(kPartStored + warpgroup, kWarpgroup, is_last);
+    return NamedAny(kPartStored + group, kPartThreads, is_last);
   }
 
   // Reduces the partial results of all parts.
@@ -77,8 +74,8 @@ struct PartJoiner {
     for (int i = 0; i < Config::kValueDim / 2; ++i) acc[i] = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < NumParts(); ++i) {
-      const float4* words = Words(First() + i) + (kWords - 2) * kWarpgroup;
-      const float4 sums = __ldcg(words), max = __ldcg(words + kWarpgroup);
+      const float4* words = Words(First() + i) + (kWords - 2) * kPartThreads;
+      const float4 sums = __ldcg(words), max = __ldcg(words + kPartThreads);
       reference[0] = MaxOrNan(reference[0], sums.x);
       reference[1] = MaxOrNan(reference[1], sums.y);
       state.max[0] = MaxOrNan(state.max[0], max.x);
@@ -87,14 +84,14 @@ struct PartJoiner {
 #pragma unroll 1
     for (int i = 0; i < NumParts(); ++i) {
       const float4* words = Words(First() + i);
-      const float4 sums = __ldcg(words + (kWords - 2) * kWarpgroup);
+      const float4 sums = __ldcg(words + (kWords - 2) * kPartThreads);
       // A part without a reference has only zeros.
       const float weight[2] = {Exp2(sums.x - reference[0]), Exp2(sums.y - reference[1])};
       state.sum[0] += weight[0] * sums.z;
       state.sum[1] += weight[1] * sums.w;
 #pragma unroll
       for (int j = 0; j < kWords - 2; ++j) {
-        const float4 word = __ldcg(words + j * kWarpgroup);
+        const float4 word = __ldcg(words + j * kPartThreads);
         acc[4 * j] += weight[0] * word.x;
         acc[4 * j + 1] += weight[0] * word.y;
         acc[4 * j + 2] += weight[1] * word.z;
@@ -106,6 +103,6 @@ struct PartJoiner {
   }
 };
 
-}  // namespace jax_magi::cuda::sm90
+}  // namespace jax_magi::cuda
 
-#endif  // JAX_MAGI_CUDA_ATTENTION_SM90_JOIN_PARTS_CUH_
+#endif  // JAX_MAGI_CUDA_ATTENTION_JOIN_PARTS_CUH_
