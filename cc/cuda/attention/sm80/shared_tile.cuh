@@ -81,14 +81,18 @@ __device__ __forceinline__ void CopyRows(SharedTile<kDim> tile, const Element* r
   const int row = thread / 8, chunk = thread % 8;
   const uint32_t to = tile.At(row, chunk);
   const Element* from = row0 + (begin + row) * stride + chunk * kChunk;
+  // Otherwise multiples of the stride stay in registers from one call to the next.
+  int64_t step = kStep * stride;
+  asm volatile("" : "+l"(step));
 #pragma unroll
   for (int i = 0; i < kRows; i += kStep) {
     const bool has_row = static_cast<unsigned>(begin + row + i) < static_cast<unsigned>(num_rows);
 #pragma unroll
     for (int d = 0; d < kDim; d += 64) {
       const bool is_inside = has_row && d + chunk * kChunk < dim;
-      CopyChunk(to + i * tile.kRowBytes + d * 2, from + i * stride + d, is_inside);
+      CopyChunk(to + i * tile.kRowBytes + d * 2, from + d, is_inside);
     }
+    from += step;
   }
 }
 

@@ -1,0 +1,316 @@
+// The forward kernel for sm_80 and later: one CTA finishes one (query tile, head) at a time, over
+// all slices that touch it; in the last round, it may process a part of the tile's keys
+// (key_parts.h).
+//
+// Keys and values pass through a ring in shared memory, block by block and in turn: while a warp
+// multiplies with one of them, cp.async copies the next. All threads copy. The first warp also
+// fetches tiles and walks their slices. CTAs share only a work counter, and parts, which are
+// reduced in a fixed order: the result is deterministic.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM80_FORWARD_KERNEL_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM80_FORWARD_KERNEL_CUH_
+
+#include "cc/cuda/attention/forward_epilogue.cuh"
+#include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/sm80/forward_tile.cuh"
+#include "cc/cuda/attention/sm80/mma.cuh"
+#include "cc/cuda/attention/sm80/shared_tile.cuh"
+
+namespace jax_magi::cuda::sm80 {
+
+// A warp's rows of one group of 64, as the epilogue sees them.
+template <typename Config>
+struct GroupRows {
+  const ForwardParamsOf<Config>& params;
+  RowState& state;
+  float (&acc)[Config::kValueDim / 2];
+  // The sinks of the rows' heads, or the rows' lse of earlier calls.
+  float (&sinks)[2];
+  int group, thread;  // `thread` is the index among those that have the group's rows.
+
+  __device__ __forceinline__ int PackedRow(int r) const {
+    return group * 64 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+  }
+  __device__ __forceinline__ static int Log2PackOf(const TileInfo&) { return 0; }
+};
+
+template <typename Config>
+struct Forward {
+  using Element = typename Config::Element;
+  using Shared = ForwardShared<Config>;
+  using Rows = GroupRows<Config>;
+  using Epilogue = ForwardEpilogue<Config, Rows>;
+  static constexpr int kHeadDim = Config::kHeadDim, kValueDim = Config::kValueDim;
+  static constexpr int kBlockN = Config::kBlockN, kStages = Config::kStages;
+  static constexpr int kNumThreads = Config::kNumThreads, kRowGroups = Config::kRowGroups;
+
+  const ForwardParamsOf<Config>& params;
+  Shared& shared;
+  SoftmaxScale scale;
+
+  float scores[kRowGroups][kBlockN / 2];
+  uint32_t p[kRowGroups][kBlockN / 4];
+  float acc[kRowGroups][kValueDim / 2];
+  RowState state[kRowGroups];
+  float sinks[2];
+
+  // Read again at each use. In registers, the index and all that is derived from it would be live
+  // through the whole loop.
+  __device__ __forceinline__ static int Thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
+  __device__ __forceinline__ static int Warp() { return Thread() / 32; }
+  __device__ __forceinline__ static int Lane() { return Thread() % 32; }
+
+  __device__ __forceinline__ void Run() {
+    if constexpr (Config::kHasSoftcap) {
+      scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
+    } else {
+      scale = {params.softmax_scale * kLog2E, 0.0f};
+    }
+    if (Warp() == 0) {
+      shared.parts.Start(params.work, params.parts.parts != nullptr, Lane());
+      if (Lane() == 0) shared.item.number = blockIdx.x;
+    }
+    while (true) {
+      if (Warp() == 0) FindTile();
+      __syncthreads();
+      if (shared.tile.num_blocks < 0) return;
+      Compute(shared.tile.num_blocks);
+      uint32_t next = 0;
+      if (Thread() == 0) next = gridDim.x + atomicAdd(&params.work.counter->next_work, 1);
+#pragma unroll
+      for (int g = 0; g < kRowGroups; ++g) Finish(g);
+      if (Thread() == 0) shared.item.number = next;
+      __syncthreads();  // All warps are done with the tile.
+    }
+  }
+
+  // Called by the first warp.
+  __device__ __forceinline__ void FindTile() {
+    __syncwarp();
+    const uint32_t number = shared.item.number;
+    if (!shared.parts.Has(number, params.work, Lane())) {
+      if (Lane() == 0) shared.tile.num_blocks = -1;
+      return;
+    }
+    FindWork(params.work, shared.parts, number, Lane(), shared.item);
+    const Tile& tile = shared.item.tile;
+    if (Lane() == 0) {
+      const int head = static_cast<int>(shared.item.pack), kv_head = head / params.group;
+      shared.tile = {tile.batch, head,          /*num_heads=*/1, /*log2_pack=*/0,
+                     tile.begin, tile.num_rows, tile.num_blocks, shared.item.part};
+      const int64_t batch = tile.batch;
+      const int64_t queries = batch * params.q_len * params.num_q_heads + head;
+      const int64_t keys = batch * params.k_len * params.num_kv_heads + kv_head;
+      shared.q = static_cast<const Element*>(params.q) + queries * params.head_dim;
+      shared.k = static_cast<const Element*>(params.k) + keys * params.head_dim;
+      shared.v = static_cast<const Element*>(params.v) + keys * params.value_dim;
+      shared.walk.Start(tile, shared.item.skipped);
+    }
+    __syncwarp();
+    shared.walk.Fill(params.work, tile, /*number=*/0, Lane());
+  }
+
+  // --- Copies to shared memory ---
+
+  __device__ __forceinline__ SharedTile<kHeadDim> Queries() const {
+    return {SharedAddress(shared.queries)};
+  }
+  template <int kDim>
+  __device__ __forceinline__ SharedTile<kDim> Stage(int stage) const {
+    return {SharedAddress(shared.stages) + stage * Config::kStageBytes};
+  }
+  __device__ __forceinline__ static int Wrap(int stage) {
+    return stage < kStages ? stage : stage - kStages;
+  }
+
+  __device__ __forceinline__ void CopyQueries() {
+    CopyRows<kNumThreads, Config::kBlockM>(
+        Queries(), shared.q, int64_t{params.num_q_heads} * params.head_dim, shared.tile.begin,
+        params.q_len, params.head_dim, Thread());
+  }
+
+  // Copies keys or values of a block to a stage of the ring, if there is such a block, as a group
+  // of copies.
+  template <bool kIsKeys>
+  __device__ __forceinline__ void CopyBlock(int number, int num_blocks, int stage) {
+    if (number < num_blocks) {
+      const int begin = shared.walk.Block(number).begin;
+      if constexpr (kIsKeys) {
+        CopyRows<kNumThreads, kBlockN>(Stage<kHeadDim>(stage), shared.k,
+                                       int64_t{params.num_kv_heads} * params.head_dim, begin,
+                                       params.k_len, params.head_dim, Thread());
+      } else {
+        CopyRows<kNumThreads, kBlockN>(Stage<kValueDim>(stage), shared.v,
+                                       int64_t{params.num_kv_heads} * params.value_dim, begin,
+                                       params.k_len, params.value_dim, Thread());
+      }
+    }
+    CommitCopies();
+  }
+
+  // --- A tile ---
+
+  __device__ __forceinline__ void Compute(int num_blocks) {
+#pragma unroll
+    for (int g = 0; g < kRowGroups; ++g) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        state[g].reference[r] = kNoReference;
+        state[g].max[r] = -INFINITY;
+        state[g].sum[r] = 0.0f;
+      }
+#pragma unroll
+      for (float& x : acc[g]) x = 0.0f;
+    }
+    if (num_blocks == 0) return;
+    // The ring's pieces are keys of block 0, values of block 0, keys of block 1 and so on. When
+    // piece i is used, those up to i + kStages - 1 are being copied.
+    CopyQueries();  // In the first group.
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      i % 2 == 0 ? CopyBlock<true>(i / 2, num_blocks, i) : CopyBlock<false>(i / 2, num_blocks, i);
+    }
+    constexpr bool kIsOdd = kStages % 2 != 0;
+    int stage = 0;  // Of the block's keys.
+#pragma unroll 1
+    for (int number = 0; number < num_blocks; ++number) {
+      // The keys are there, and all warps are done with the values of the previous block, whose
+      // stage is free.
+      WaitForGroups<kStages - 2>();
+      __syncthreads();
+      CopyBlock<kIsOdd>(number + (kStages - 1) / 2, num_blocks, Wrap(stage + kStages - 1));
+      FillWalk(number, num_blocks);
+      MultiplyKeys(stage);
+      Softmax(number);
+      // The values are there, and all warps are done with the keys.
+      WaitForGroups<kStages - 2>();
+      __syncthreads();
+      CopyBlock<!kIsOdd>(number + kStages / 2, num_blocks, stage);
+      MultiplyValues(Wrap(stage + 1));
+      stage = kStages == 2 ? 0 : Wrap(stage + 2);
+    }
+  }
+
+  // Describes blocks for later, which this block's last barrier makes visible.
+  __device__ __forceinline__ void FillWalk(int number, int num_blocks) {
+    constexpr int kPerFill = decltype(shared.walk)::kPerFill;
+    if (Warp() == 0 && number % kPerFill == 0 && number + kPerFill < num_blocks) {
+      shared.walk.Fill(params.work, shared.item.tile, number + kPerFill, Lane());
+    }
+  }
+
+  // The index among groups of 64 rows.
+  __device__ __forceinline__ int Group(int g) const {
+    return Config::kNumWarps == 4 ? g : Warp() / 4;
+  }
+  // The warp's first row of a group.
+  __device__ __forceinline__ int WarpRow(int g) const { return Group(g) * 64 + Warp() % 4 * 16; }
+
+  __device__ __forceinline__ void MultiplyKeys(int stage) {
+    SharedTile<kHeadDim> own = Queries();
+    own.address += WarpRow(0) * own.kRowBytes;
+    const LeftRows<kHeadDim> queries(own, Lane());
+    const RightRows<kHeadDim> keys(Stage<kHeadDim>(stage), Lane());
+#pragma unroll
+    for (int g = 0; g < kRowGroups; ++g) {
+#pragma unroll
+      for (float& x : scores[g]) x = 0.0f;
+    }
+#pragma unroll
+    for (int d = 0; d < kHeadDim; d += 16) {
+      uint32_t a[kRowGroups][4];
+#pragma unroll
+      for (int g = 0; g < kRowGroups; ++g) queries.Load(g * 64, d, a[g]);
+#pragma unroll
+      for (int n = 0; n < kBlockN; n += 16) {
+        uint32_t b[4];
+        keys.Load(n, d, b);
+#pragma unroll
+        for (int g = 0; g < kRowGroups; ++g) {
+          Multiply<Element>(a[g], b, scores[g] + n / 2);
+          Multiply<Element>(a[g], b + 2, scores[g] + n / 2 + 4);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void MultiplyValues(int stage) {
+    const RightColumns<kValueDim> values(Stage<kValueDim>(stage), Lane());
+#pragma unroll
+    for (int n = 0; n < kBlockN; n += 16) {
+#pragma unroll
+      for (int d = 0; d < kValueDim; d += 16) {
+        uint32_t b[4];
+        values.Load(n, d, b);
+#pragma unroll
+        for (int g = 0; g < kRowGroups; ++g) {
+          Multiply<Element>(p[g] + n / 4, b, acc[g] + d / 2);
+          Multiply<Element>(p[g] + n / 4, b + 2, acc[g] + d / 2 + 4);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Softmax(int number) {
+    const BlockInfo& info = shared.walk.Block(number);
+    if (info.flags & kMasked) {
+      const Slice slice = info.slice;
+#pragma unroll
+      for (int g = 0; g < kRowGroups; ++g) {
+        const int row = shared.tile.begin + WarpRow(g) + Lane() / 4, rows[2] = {row, row + 8};
+        HideScores(slice, rows, info.begin + 2 * (Lane() % 4), scores[g]);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < kRowGroups; ++g) {
+      float correction[2];
+      if (OnlineSoftmax<Config::kHasSoftcap>(scale, state[g], scores[g], correction)) {
+#pragma unroll
+        for (int i = 0; i < kValueDim / 2; ++i) acc[g][i] *= correction[i / 2 % 2];
+      }
+      PackProbabilities<Element>(scores[g], p[g]);
+    }
+  }
+
+  // --- A tile's end ---
+
+  __device__ __forceinline__ Rows RowsOf(int g) {
+    return {params, state[g], acc[g], sinks, Group(g), Thread() % kPartThreads};
+  }
+
+  // Stores the rows of a group, if this CTA has all of their sums.
+  __device__ __forceinline__ void Finish(int g) {
+    const TileInfo tile = shared.tile;
+    if (tile.part != 0) {
+      const PartJoiner<Config> joiner{params.parts, tile.part, Group(g), Thread() % kPartThreads};
+      if (!joiner.Leave(acc[g], state[g])) return;
+      joiner.Join(acc[g], state[g]);
+    }
+    if (tile.num_rows == 0 || IsKept(tile)) return;
+    Rows rows = RowsOf(g);
+    Epilogue{rows}.LoadSinks(tile);
+    Epilogue{rows}.Store(tile);
+  }
+
+  // Whether earlier results stay unchanged, because no row sees a key of this call.
+  __device__ __forceinline__ bool IsKept(const TileInfo& tile) const {
+    const bool keeps = params.keeps_rows || (params.running_out != nullptr && !params.is_rounded);
+    return keeps && tile.num_blocks == 0 && tile.part == 0;
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kMinCtas)
+    ForwardKernel(const __grid_constant__ ForwardParamsOf<Config> params) {
+  extern __shared__ __align__(128) char memory[];
+  Forward<Config> forward{params, *reinterpret_cast<ForwardShared<Config>*>(memory)};
+  forward.Run();
+}
+
+}  // namespace jax_magi::cuda::sm80
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM80_FORWARD_KERNEL_CUH_
