@@ -18,13 +18,12 @@ constexpr int kMuchSharedMemory = 163 << 10;
 template <int kHeadDim, int kValueDim, bool kHasMuchMemory>
 struct ForwardTile;
 
-// Shared memory: 40 KB. Registers for three CTAs rather than for longer blocks: softmax takes as
-// long as the products.
+// Shared memory: 64 KB.
 template <bool kHasMuchMemory>
 struct ForwardTile<64, 64, kHasMuchMemory> {
   static constexpr bool kIsLarge = false;
-  static constexpr int kNumWarps = 4, kRowGroups = 2, kBlockN = 64;
-  static constexpr int kStages = 3, kMinCtas = 3;
+  static constexpr int kNumWarps = 4, kRowGroups = 2, kBlockN = 128;
+  static constexpr int kStages = 3, kMinCtas = 2;
 };
 // Shared memory: 80 KB, so that two CTAs fit the 164 KB of an SM of sm_80.
 template <bool kHasMuchMemory>
@@ -79,6 +78,22 @@ struct ForwardConfig : Tile_ {
   static_assert(Tile::kNumWarps % 4 == 0, "four warps have a group of 64 rows");
   static_assert(Tile::kNumWarps == 4 || Tile::kRowGroups == 1, "as Group() tells them apart");
   static_assert(Tile::kBlockN % (4 * Tile::kNumWarps) == 0, "as CopyRows shares rows");
+};
+
+// With terms, a warp has 16 rows: a block's bias is in registers, too.
+template <int kHeadDim, int kValueDim>
+struct ForwardTermsTile {
+  static constexpr bool kIsLarge = false;
+  static constexpr int kNumWarps = 4, kRowGroups = 1, kBlockN = 64;
+  // Shared memory: 32 KB with 64 dims, 64 KB with 128, 72 KB with 192 and 128, 96 KB with 256.
+  static constexpr int kStages = kHeadDim <= 128 ? 3 : 2;
+  static constexpr int kMinCtas = kHeadDim == 64 ? 3 : 2;
+};
+// One kernel supports all terms, with a cap and without: a build should cost little.
+template <int kHeadDim_, int kValueDim_, typename Element_>
+struct ForwardTermsConfig : ForwardConfig<kHeadDim_, kValueDim_, Element_, /*kHasSoftcap=*/true,
+                                          ForwardTermsTile<kHeadDim_, kValueDim_>> {
+  static constexpr bool kHasTerms = true;
 };
 
 }  // namespace jax_magi::cuda::sm80

@@ -12,6 +12,7 @@
 
 #include "cc/cuda/attention/forward_epilogue.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/sm80/forward_block_terms.cuh"
 #include "cc/cuda/attention/sm80/forward_tile.cuh"
 #include "cc/cuda/attention/sm80/mma.cuh"
 #include "cc/cuda/attention/sm80/shared_tile.cuh"
@@ -53,6 +54,7 @@ struct Forward {
   float acc[kRowGroups][kValueDim / 2];
   RowState state[kRowGroups];
   float sinks[2];
+  uint32_t bias[Config::kHasTerms ? kBlockN / 4 : 1];  // Of a block, if it is in tiles.
 
   // Read again at each use. In registers, the index and all that is derived from it would be live
   // through the whole loop.
@@ -65,11 +67,6 @@ struct Forward {
   __device__ __forceinline__ static int Lane() { return Thread() % 32; }
 
   __device__ __forceinline__ void Run() {
-    if constexpr (Config::kHasSoftcap) {
-      scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
-    } else {
-      scale = {params.softmax_scale * kLog2E, 0.0f};
-    }
     if (Warp() == 0) {
       shared.parts.Start(params.work, params.parts.parts != nullptr, Lane());
       if (Lane() == 0) shared.item.number = blockIdx.x;
@@ -78,7 +75,7 @@ struct Forward {
       if (Warp() == 0) FindTile();
       __syncthreads();
       if (shared.tile.num_blocks < 0) return;
-      Compute(shared.tile.num_blocks);
+      Compute();
       uint32_t next = 0;
       if (Thread() == 0) next = gridDim.x + atomicAdd(&params.work.counter->next_work, 1);
 #pragma unroll
@@ -108,6 +105,11 @@ struct Forward {
       shared.q = static_cast<const Element*>(params.q) + queries * params.head_dim;
       shared.k = static_cast<const Element*>(params.k) + keys * params.head_dim;
       shared.v = static_cast<const Element*>(params.v) + keys * params.value_dim;
+      if constexpr (Config::kHasTerms) {
+        const float* slopes = params.terms.slopes;
+        shared.slope =
+            slopes == nullptr ? 0.0f : slopes[int64_t{tile.batch} * params.num_q_heads + head];
+      }
       shared.walk.Start(tile, shared.item.skipped);
     }
     __syncwarp();
@@ -116,6 +118,9 @@ struct Forward {
 
   // --- Copies to shared memory ---
 
+  // Read at each use, to save a register.
+  __device__ __forceinline__ int NumBlocks() const { return shared.tile.num_blocks; }
+
   __device__ __forceinline__ SharedTile<kHeadDim> Queries() const {
     return {SharedAddress(shared.queries)};
   }
@@ -123,8 +128,10 @@ struct Forward {
   __device__ __forceinline__ SharedTile<kDim> Stage(int stage) const {
     return {SharedAddress(shared.stages) + stage * Config::kStageBytes};
   }
-  __device__ __forceinline__ static int Wrap(int stage) {
-    return stage < kStages ? stage : stage - kStages;
+  // The stage of the ring's piece `i`: keys of block 0, values of block 0, keys of block 1 and so
+  // on.
+  __device__ __forceinline__ static int StageOf(int i) {
+    return static_cast<unsigned>(i) % kStages;
   }
 
   __device__ __forceinline__ void CopyQueries() {
@@ -136,8 +143,8 @@ struct Forward {
   // Copies keys or values of a block to a stage of the ring, if there is such a block, as a group
   // of copies.
   template <bool kIsKeys>
-  __device__ __forceinline__ void CopyBlock(int number, int num_blocks, int stage) {
-    if (number < num_blocks) {
+  __device__ __forceinline__ void CopyBlock(int number, int stage) {
+    if (number < NumBlocks()) {
       const int begin = shared.walk.Block(number).begin;
       if constexpr (kIsKeys) {
         CopyRows<kNumThreads, kBlockN>(Stage<kHeadDim>(stage), shared.k,
@@ -154,7 +161,14 @@ struct Forward {
 
   // --- A tile ---
 
-  __device__ __forceinline__ void Compute(int num_blocks) {
+  __device__ __forceinline__ void Compute() {
+    if constexpr (Config::kHasTerms) {
+      scale = params.terms.scale;
+    } else if constexpr (Config::kHasSoftcap) {
+      scale = {params.softcap * kLog2E, params.softmax_scale / params.softcap};
+    } else {
+      scale = {params.softmax_scale * kLog2E, 0.0f};
+    }
 #pragma unroll
     for (int g = 0; g < kRowGroups; ++g) {
 #pragma unroll
@@ -166,39 +180,39 @@ struct Forward {
 #pragma unroll
       for (float& x : acc[g]) x = 0.0f;
     }
-    if (num_blocks == 0) return;
-    // The ring's pieces are keys of block 0, values of block 0, keys of block 1 and so on. When
-    // piece i is used, those up to i + kStages - 1 are being copied.
+    if (NumBlocks() == 0) return;
+    // When piece i of the ring is used, those up to i + kStages - 1 are being copied.
     CopyQueries();  // In the first group.
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      i % 2 == 0 ? CopyBlock<true>(i / 2, num_blocks, i) : CopyBlock<false>(i / 2, num_blocks, i);
+      i % 2 == 0 ? CopyBlock<true>(i / 2, i) : CopyBlock<false>(i / 2, i);
     }
     constexpr bool kIsOdd = kStages % 2 != 0;
-    int stage = 0;  // Of the block's keys.
 #pragma unroll 1
-    for (int number = 0; number < num_blocks; ++number) {
+    for (int number = 0; number < NumBlocks(); ++number) {
+      // Otherwise what is derived from the number stays in registers.
+      asm volatile("" : "+r"(number));
       // The keys are there, and all warps are done with the values of the previous block, whose
       // stage is free.
       WaitForGroups<kStages - 2>();
       __syncthreads();
-      CopyBlock<kIsOdd>(number + (kStages - 1) / 2, num_blocks, Wrap(stage + kStages - 1));
-      FillWalk(number, num_blocks);
-      MultiplyKeys(stage);
+      CopyBlock<kIsOdd>(number + (kStages - 1) / 2, StageOf(2 * number + kStages - 1));
+      FillWalk(number);
+      if constexpr (Config::kHasTerms) Terms(number).Read(bias);
+      MultiplyKeys(StageOf(2 * number));
       Softmax(number);
       // The values are there, and all warps are done with the keys.
       WaitForGroups<kStages - 2>();
       __syncthreads();
-      CopyBlock<!kIsOdd>(number + kStages / 2, num_blocks, stage);
-      MultiplyValues(Wrap(stage + 1));
-      stage = kStages == 2 ? 0 : Wrap(stage + 2);
+      CopyBlock<!kIsOdd>(number + kStages / 2, StageOf(2 * number));
+      MultiplyValues(StageOf(2 * number + 1));
     }
   }
 
   // Describes blocks for later, which this block's last barrier makes visible.
-  __device__ __forceinline__ void FillWalk(int number, int num_blocks) {
+  __device__ __forceinline__ void FillWalk(int number) {
     constexpr int kPerFill = decltype(shared.walk)::kPerFill;
-    if (Warp() == 0 && number % kPerFill == 0 && number + kPerFill < num_blocks) {
+    if (Warp() == 0 && number % kPerFill == 0 && number + kPerFill < NumBlocks()) {
       shared.walk.Fill(params.work, shared.item.tile, number + kPerFill, Lane());
     }
   }
@@ -209,6 +223,11 @@ struct Forward {
   }
   // The warp's first row of a group.
   __device__ __forceinline__ int WarpRow(int g) const { return Group(g) * 64 + Warp() % 4 * 16; }
+
+  // The position of the thread's first row of a group; its second is 8 rows below.
+  __device__ __forceinline__ int Row(int g) const {
+    return shared.tile.begin + WarpRow(g) + Lane() / 4;
+  }
 
   __device__ __forceinline__ void MultiplyKeys(int stage) {
     SharedTile<kHeadDim> own = Queries();
@@ -257,23 +276,37 @@ struct Forward {
 
   __device__ __forceinline__ void Softmax(int number) {
     const BlockInfo& info = shared.walk.Block(number);
-    if (info.flags & kMasked) {
-      const Slice slice = info.slice;
-#pragma unroll
-      for (int g = 0; g < kRowGroups; ++g) {
-        const int row = shared.tile.begin + WarpRow(g) + Lane() / 4, rows[2] = {row, row + 8};
-        HideScores(slice, rows, info.begin + 2 * (Lane() % 4), scores[g]);
-      }
-    }
+    LogitScale logit;
+    if constexpr (Config::kHasTerms) Terms(number).Add(bias, shared.slope, logit, scores[0]);
+    // One group after the other: both need more registers than their probabilities, once packed.
 #pragma unroll
     for (int g = 0; g < kRowGroups; ++g) {
+      if (info.flags & kMasked) {
+        const int row = Row(g), rows[2] = {row, row + 8};
+        HideScores(info.slice, rows, info.begin + 2 * (Lane() % 4), scores[g]);
+      }
       float correction[2];
-      if (OnlineSoftmax<Config::kHasSoftcap>(scale, state[g], scores[g], correction)) {
+      if (Exponentiate(logit, state[g], scores[g], correction)) {
 #pragma unroll
         for (int i = 0; i < kValueDim / 2; ++i) acc[g][i] *= correction[i / 2 % 2];
       }
       PackProbabilities<Element>(scores[g], p[g]);
     }
+  }
+
+  __device__ __forceinline__ bool Exponentiate(const LogitScale& logit, RowState& row_state,
+                                               float (&x)[kBlockN / 2], float (&correction)[2]) {
+    if constexpr (Config::kHasTerms) {
+      return OnlineSoftmaxOfLogits</*kMayHaveCap=*/true>(scale, logit, row_state, x, correction);
+    } else {
+      return OnlineSoftmax<Config::kHasSoftcap>(scale, row_state, x, correction);
+    }
+  }
+
+  // The terms of a block's scores.
+  __device__ __forceinline__ ForwardBlockTerms<Config> Terms(int number) const {
+    static_assert(kRowGroups == 1, "there are registers for one");
+    return {params, shared.tile, Row(0), shared.walk.Block(number).begin + 2 * (Lane() % 4)};
   }
 
   // --- A tile's end ---
@@ -282,13 +315,17 @@ struct Forward {
     return {params, state[g], acc[g], sinks, Group(g), Thread() % kPartThreads};
   }
 
+  __device__ __forceinline__ PartJoiner<Config> Joiner(int g) const {
+    return {params.parts, shared.tile.part, Group(g), Thread() % kPartThreads};
+  }
+
   // Stores the rows of a group, if this CTA has all of their sums.
   __device__ __forceinline__ void Finish(int g) {
-    const TileInfo tile = shared.tile;
+    const TileInfo& tile = shared.tile;
     if (tile.part != 0) {
-      const PartJoiner<Config> joiner{params.parts, tile.part, Group(g), Thread() % kPartThreads};
-      if (!joiner.Leave(acc[g], state[g])) return;
-      joiner.Join(acc[g], state[g]);
+      // Two joiners, so that no addresses are kept from one to the other.
+      if (!Joiner(g).Leave(acc[g], state[g])) return;
+      Joiner(g).Join(acc[g], state[g]);
     }
     if (tile.num_rows == 0 || IsKept(tile)) return;
     Rows rows = RowsOf(g);
