@@ -3,10 +3,9 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_BACKWARD_LAUNCH_CUH_
 
-#include <limits>
-
 #include "cc/cuda/attention/backward_finish.h"
 #include "cc/cuda/attention/backward_prepare.h"
+#include "cc/cuda/attention/backward_sections.h"
 #include "cc/cuda/attention/sm90/backward_kernel.cuh"
 #include "cc/cuda/attention/sm90/launch.cuh"
 #include "cc/cuda/attention/terms_launch.cuh"
@@ -17,16 +16,6 @@ template <typename Config>
 constexpr Tiling kBackwardTiling = {Architecture::kSm90, Config::kClusterSize * Config::kBlockRows,
                                     Config::kBlockColumns, /*by_keys=*/true,
                                     /*aligns_keys=*/Config::kHasTerms};
-
-// The amount of work in progress at a time should be about the number of CTAs that run, and no
-// more: these then read the same queries at about the same time. If additions are ordered, tiles
-// wait for those of the same heads, and wait less the more heads there are. But there must not be
-// so many that their queries leave the L2 cache, as they do if tiles are long. Per SM:
-constexpr int64_t kWorkPerSm = 2, kWorkPerSmInOrder = 4;
-// The number of columns processed for all query heads in turn before the next columns: more than a
-// typical window, and few enough to stay in the L2 cache. If additions are ordered, tiles that
-// begin late under a causal mask wait longer the larger this number is.
-constexpr int kColumnsPerHead = 2048, kColumnsPerHeadInOrder = 640;
 
 // `gradients` is for calls with terms.
 template <typename Config>
@@ -39,17 +28,8 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   const int num_kv_heads = static_cast<int>(shape.num_kv_heads);
   if (num_kv_heads == 0) return {};
   const int num_packs = num_kv_heads * num_parts;
-  const int64_t tiles_per_list = std::max(CeilDiv(NumRows(shape, kTiling), kTiling.num_rows), 1);
-  const int64_t num_tiles = std::max<int64_t>(shape.batch, 1) * tiles_per_list;
-  // A threshold between documents with 15 blocks per tile and 16k causal tokens with 100.
-  const bool has_long_tiles = options.num_blocks >= 64 * tiles_per_list;
-  const int64_t work_per_section = kWorkPerSm * options.num_sms;
-  const int64_t most_work = !order.is_fixed() ? work_per_section / Config::kClusterSize
-                            : has_long_tiles  ? kWorkPerSmInOrder * options.num_sms
-                                              : std::numeric_limits<int64_t>::max();
-  int64_t heads_per_section =
-      std::clamp<int64_t>(most_work / (num_tiles * num_parts), 1, num_kv_heads);
-  while (num_kv_heads % heads_per_section) --heads_per_section;
+  const int heads_per_section =
+      HeadsPerSection(shape, kTiling, num_parts, order.is_fixed(), Config::kClusterSize, options);
   if (order.is_fixed()) {
     constexpr DqSteps kSteps{Config::kBlockColumns, Config::kDqQueries};
     JAX_MAGI_RETURN_IF_BAD(
@@ -57,7 +37,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   }
   BackwardParamsOf<Config> params;
   params.work = MakeWork(shape, kTiling, args.slices, options.tile_list, workspace.counter,
-                         num_packs, static_cast<int>(heads_per_section) * num_parts);
+                         num_packs, heads_per_section * num_parts);
 
   // If there are no queries, tensor maps describe these tensors, but nothing reads them.
   const void* q = args.q == nullptr ? args.k : args.q;
@@ -85,8 +65,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   params.num_kv_heads = num_kv_heads;
   params.packs_per_kv_head = num_parts;
   params.heads_per_pack = params.group / num_parts;
-  const int per_head = order.is_fixed() ? kColumnsPerHeadInOrder : kColumnsPerHead;
-  params.columns_per_head = per_head / Config::kBlockColumns * Config::kBlockColumns;
+  params.columns_per_head = ColumnsPerHead(order.is_fixed(), Config::kBlockColumns);
   params.head_dim = static_cast<int>(shape.head_dim);
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
@@ -100,7 +79,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   if constexpr (Config::kCutsHeads) {
     params.head_cuts = {HeadCuts(params.group), static_cast<uint32_t>(params.group),
                         static_cast<uint32_t>(num_kv_heads),
-                        static_cast<uint32_t>(work_per_section)};
+                        static_cast<uint32_t>(WorkPerSection(options))};
     parts_of_tile *= static_cast<int>(params.head_cuts.cuts.num_parts[0]);
   }
   if constexpr (Config::kHasTerms) {

@@ -1,0 +1,469 @@
+// The registers in which a warp of the backward kernel holds its part of a key tile and of a query
+// block, its products, and its elementwise computations.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_BLOCK_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_BLOCK_CUH_
+
+#include "cc/cuda/attention/dq_order.h"
+#include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/sm80/backward_config.h"
+#include "cc/cuda/attention/sm80/block_walk.cuh"
+#include "cc/cuda/attention/sm80/mma.cuh"
+#include "cc/cuda/attention/sm80/shared_tile.cuh"
+#include "cc/cuda/attention/store.cuh"
+
+namespace jax_magi::cuda::sm80 {
+
+struct BackwardParams {
+  const void *q, *k, *v, *dout;
+  float* dq_sum;  // See DqSum.
+  int dq_sum_rows;
+  DqOrder dq_order;  // The order of additions to it.
+  WorkParams work;
+  WalkParams walk;
+  int batch, q_len, k_len, num_q_heads, num_kv_heads;
+  int head_dim, value_dim;
+  float softmax_scale;
+  SoftmaxScale scale;
+  const QueryStatistic* statistics;
+  int padded_queries;  // Per head.
+  // dK and dV: [packs_per_kv_head, batch, k_len, num_kv_heads, dim].
+  void *dk, *dv;
+  bool is_float;  // Whether dK and dV are float32; otherwise they have the dtype of the operands.
+};
+
+template <typename Config>
+struct BackwardShared {
+  using Element = typename Config::Element;
+  // Tiles of shared_tile.cuh.
+  alignas(1024) Element k[Config::kKeys * Config::kHeadDim];
+  Element v[Config::kKeys * Config::kValueDim];
+  Element q[Config::kQStages][Config::kQueries * Config::kHeadDim];
+  Element dout[Config::kDoStages][Config::kQueries * Config::kValueDim];
+  // dS, a row per key. Before that, the warps that share keys exchange probabilities there.
+  Element ds[Config::kDsStages][Config::kKeys * Config::kQueries];
+  QueryStatistic statistics[Config::kQStages][Config::kQueries / 8];
+  // The block before, the current one, the next one, and the one after it, which the walk writes.
+  BlockInfo block[4];
+  BlockWalk<Config::kKeys, Config::kQueries> walk;
+};
+
+// Named barriers. Barrier 0 is that of __syncthreads().
+enum BackwardBarrier {
+  // The first of one per group of warps that share keys: they have written probabilities or dS, or
+  // have read probabilities.
+  kGroupBarrier = 1,
+};
+
+// Adds two floats to neighbouring ones in memory.
+__device__ __forceinline__ void AddPair(float* sum, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(sum), "f"(x), "f"(y)
+               : "memory");
+#else
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum + 1), "f"(y) : "memory");
+#endif
+}
+
+// The thread's index, read again at each use. Kept in registers, what is derived from it would be
+// live through the whole loop, and there are none to spare.
+__device__ __forceinline__ int ThreadAnew() {
+  unsigned thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return static_cast<int>(thread % 1024);  // Tells the compiler that it is not negative.
+}
+
+template <typename Config>
+struct BackwardBlock {
+  using Element = typename Config::Element;
+  using Shared = BackwardShared<Config>;
+  static constexpr int kChunk = Config::kChunk, kQueries = Config::kQueries;
+  static constexpr int kSplit = Config::kSplit;
+  using KTile = SharedTile<Config::kHeadDim>;
+  using VTile = SharedTile<Config::kValueDim>;
+  using DsTile = SharedTile<kQueries>;
+
+  const BackwardParams& params;
+  Shared& shared;
+  int lane;
+  int group;  // Which 32 keys of the tile the warp has.
+  int part;   // Which share of their queries, and of their dims.
+
+  // Gradients of 2 x 16 keys.
+  float dk[2][Config::kKDims / 2], dv[2][Config::kVDims / 2];
+
+  // Determines the thread's place again, so that addresses derived from it do not stay in
+  // registers.
+  __device__ __forceinline__ void Renew() {
+    const int thread = ThreadAnew();
+    lane = thread % 32;
+    group = thread / 32 / kSplit;
+    part = thread / 32 % kSplit;
+  }
+
+  __device__ __forceinline__ void ClearGradients() {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (float& x : dk[m]) x = 0.0f;
+#pragma unroll
+      for (float& x : dv[m]) x = 0.0f;
+    }
+  }
+
+  // --- Shared memory ---
+
+  __device__ __forceinline__ KTile QTile(int stage) const {
+    return {SharedAddress(shared.q[stage])};
+  }
+  __device__ __forceinline__ VTile DoTile(int stage) const {
+    return {SharedAddress(shared.dout[stage])};
+  }
+  // The queries of the warp's own chunk `own`, of all chunks of a block.
+  __device__ __forceinline__ int Chunk(int own) const { return kSplit == 1 ? own : part; }
+
+  __device__ __forceinline__ DsTile GroupDs(int stage) const {
+    return {SharedAddress(shared.ds[stage]) + group * DsTile::Bytes(32)};
+  }
+  // The statistics of queries 8 * i + 2 * (lane % 4), from `first` on, and of the one after it.
+  __device__ __forceinline__ float2 ReadPair(const float (&source)[8]) const {
+    return *reinterpret_cast<const float2*>(source + 2 * (lane % 4));
+  }
+
+  // --- Products ---
+
+  // c[32 keys, queries of a chunk] += keys * queries^T, over all dims.
+  template <int kDim>
+  __device__ __forceinline__ void MultiplyQueries(SharedTile<kDim> keys, SharedTile<kDim> queries,
+                                                  int chunk, float (&c)[2][kChunk / 2]) const {
+    const LeftRows<kDim> left({keys.address + group * keys.Bytes(32)}, lane);
+    const RightRows<kDim> right({queries.address + chunk * queries.Bytes(kChunk)}, lane);
+#pragma unroll
+    for (int d = 0; d < kDim; d += 16) {
+      uint32_t a[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) left.Load(16 * m, d, a[m]);
+#pragma unroll
+      for (int i = 0; i < kChunk; i += 16) {
+        uint32_t b[4];
+        right.Load(i, d, b);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          Multiply<Element>(a[m], b, c[m] + i / 2);
+          Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
+        }
+      }
+    }
+  }
+
+  // acc[32 keys, this warp's dims] += a[32 keys, queries of a chunk] * columns.
+  template <int kDim, int kCount>
+  __device__ __forceinline__ void MultiplyDims(const uint32_t (&a)[2][kChunk / 4],
+                                               SharedTile<kDim> columns, int chunk,
+                                               float (&acc)[2][kCount]) const {
+    constexpr int kDims = 2 * kCount;
+    static_assert(kDims % 64 == 0 || 64 % kDims == 0, "a share does not cross groups of chunks");
+    RightColumns<kDim> right({columns.address + chunk * columns.Bytes(kChunk)}, lane);
+    const int first = part * kDims;
+    right.lane_address = (right.lane_address ^ first % 64 * 2) + first / 64 * 128;
+#pragma unroll
+    for (int i = 0; i < kChunk; i += 16) {
+#pragma unroll
+      for (int d = 0; d < kDims; d += 16) {
+        uint32_t b[4];
+        right.Load(i, d, b);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          Multiply<Element>(a[m] + i / 4, b, acc[m] + d / 2);
+          Multiply<Element>(a[m] + i / 4, b + 2, acc[m] + d / 2 + 4);
+        }
+      }
+    }
+  }
+
+  // The same for the chunks of the other warps that share the keys, from shared memory.
+  template <int kDim, int kCount>
+  __device__ __forceinline__ void MultiplyOthers(int ds_stage, SharedTile<kDim> columns,
+                                                 float (&acc)[2][kCount]) const {
+    const LeftRows<kQueries> left(GroupDs(ds_stage), lane);
+#pragma unroll
+    for (int c = 1; c < kSplit; ++c) {
+      const int chunk = (part + c) % kSplit;
+      uint32_t a[2][kChunk / 4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int i = 0; i < kChunk; i += 16) left.Load(16 * m, chunk * kChunk + i, a[m] + i / 4);
+      }
+      MultiplyDims(a, columns, chunk, acc);
+    }
+  }
+
+  // Writes a result of own chunk `i`, packed, where dS is.
+  __device__ __forceinline__ void Write(int ds_stage, const uint32_t (&x)[2][kChunk / 4],
+                                        int own = 0) const {
+    const int first_query = Chunk(own) * kChunk;
+    const uint32_t address = GroupDs(ds_stage).PairAt(lane / 4, first_query + 2 * (lane % 4));
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          StoreShared((address ^ i * 16) + (16 * m + 8 * r) * DsTile::kRowBytes, x[m][2 * i + r]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void SyncGroup() const {
+    NamedSync(kGroupBarrier + group, 32 * kSplit);
+  }
+
+  // --- A block ---
+
+  // Of 32 keys and a chunk of queries. Packed factors take half the registers of unpacked ones.
+  uint32_t p[2][kChunk / 4];                                 // Probabilities.
+  uint32_t factor[2][Config::kHasSoftcap ? kChunk / 4 : 1];  // Of dP, if they are others.
+  uint32_t ds[2][kChunk / 4];
+
+  // Calls fun(m, e, i) for elements 2 * e and 2 * e + 1 of 16 keys: pair `i` of queries.
+  template <typename Fun>
+  __device__ __forceinline__ static void ForEachPair(Fun fun) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) fun(m, 2 * i + r, i);
+      }
+    }
+  }
+
+  // Computes probabilities, and the factors of dP.
+  __device__ __forceinline__ void Probabilities(const BlockInfo& info, int stage, int own = 0) {
+    Renew();
+    const int chunk = Chunk(own);
+    const SoftmaxScale& scale = params.scale;
+    float scores[2][kChunk / 2] = {};
+    MultiplyQueries(KTile{SharedAddress(shared.k)}, QTile(stage), chunk, scores);
+    // Before hidden scores become -inf, which is no tanh.
+    if constexpr (Config::kHasSoftcap) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (float& x : scores[m]) x = Tanh(x * scale.inverse_cap);
+      }
+    }
+    if (info.is_masked) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const int row = shared.walk.tile.begin + 32 * group + 16 * m + lane / 4;
+        const int rows[2] = {row, row + 8};
+        HideScores(info.slice, rows, info.begin + chunk * kChunk + 2 * (lane % 4), scores[m]);
+      }
+    }
+    const QueryStatistic* statistics = shared.statistics[stage] + chunk * (kChunk / 8);
+    ForEachPair([&](int m, int e, int i) {
+      const float2 start = ReadPair(statistics[i].start);
+      const float x = scores[m][2 * e], y = scores[m][2 * e + 1];
+      const float first = Exp2(x * scale.log2 + start.x);
+      const float second = Exp2(y * scale.log2 + start.y);
+      p[m][e] = PackPair<Element>(first, second);
+      if constexpr (Config::kHasSoftcap) {
+        factor[m][e] = PackPair<Element>(first * CapSlope(x), second * CapSlope(y));
+      }
+    });
+  }
+  __device__ __forceinline__ static float CapSlope(float tanh) {
+    return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
+  }
+
+  // Computes dS from probabilities and dP.
+  __device__ __forceinline__ void ScoreGradients(int q_stage, int do_stage, int own = 0) {
+    Renew();
+    const int chunk = Chunk(own);
+    float dp[2][kChunk / 2];  // dP - delta.
+    const QueryStatistic* statistics = shared.statistics[q_stage] + chunk * (kChunk / 8);
+    ForEachPair([&](int m, int e, int i) {
+      const float2 delta = ReadPair(statistics[i].delta);
+      dp[m][2 * e] = -delta.x;
+      dp[m][2 * e + 1] = -delta.y;
+    });
+    MultiplyQueries(VTile{SharedAddress(shared.v)}, DoTile(do_stage), chunk, dp);
+    ForEachPair([&](int m, int e, int) {
+      float2 of_dp;
+      if constexpr (Config::kHasSoftcap) {
+        of_dp = UnpackPair<Element>(factor[m][e]);
+      } else {
+        of_dp = UnpackPair<Element>(p[m][e]);
+      }
+      ds[m][e] = PackPair<Element>(of_dp.x * dp[m][2 * e], of_dp.y * dp[m][2 * e + 1]);
+    });
+  }
+
+  // --- dQ ---
+
+  // Adds the dQ of a block, of this warp's share of dims and queries, to the sum.
+  __device__ __forceinline__ void AddDq(const BlockInfo& info, int ds_stage) const {
+    const int thread = ThreadAnew(), lane = thread % 32, warp = thread / 32;
+    const int first_query = warp % 2 * Config::kDqQueries;
+    const int first_dim = warp / 2 * Config::kDqDims;
+    const DsTile ds_tile{SharedAddress(shared.ds[ds_stage])};
+    const KTile keys{SharedAddress(shared.k)};
+    // Indexed by a piece of the rows of the product, which are dims, or queries if kDqByQuery.
+    constexpr int kRows = Config::kDqByQuery ? Config::kDqQueries : Config::kDqDims;
+    constexpr int kColumns = Config::kDqByQuery ? Config::kDqDims : Config::kDqQueries;
+    float dq[kRows / 16][kColumns / 2];
+#pragma unroll
+    for (int m = 0; m < kRows / 16; ++m) {
+#pragma unroll
+      for (float& x : dq[m]) x = 0.0f;
+    }
+    if constexpr (Config::kDqByQuery) {
+      MultiplyKeys(lane, ds_tile, first_query, keys, first_dim, dq);
+    } else {
+      MultiplyKeys(lane, keys, first_dim, ds_tile, first_query, dq);
+    }
+    const int query = info.begin + first_query;
+    const int head = shared.walk.tile.batch * params.num_q_heads + info.head;
+    if (params.dq_order.is_fixed()) WaitForTurns(query, head);
+    float* of_head = params.dq_sum + int64_t{head} * params.dq_sum_rows * Config::kHeadDim;
+#pragma unroll
+    for (int m = 0; m < kRows / 16; ++m) {
+#pragma unroll
+      for (int i = 0; i < kColumns / 8; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int dim = first_dim + (Config::kDqByQuery ? 8 * i : 16 * m + 8 * r);
+          const int panel = dim / Config::kDqPanelDims, in_panel = dim % Config::kDqPanelDims;
+          // A group of eight queries. A block may extend past the rows of the sum: what it has
+          // there is zero, and may be added anywhere.
+          const int eight =
+              Min(query + (Config::kDqByQuery ? 16 * m + 8 * r : 8 * i), params.dq_sum_rows - 8);
+          const int place = Config::kDqByQuery
+                                ? DqSumPlaceByQuery(lane / 4, in_panel + 2 * (lane % 4))
+                                : DqSumPlace(2 * (lane % 4), in_panel + lane / 4);
+          AddPair(of_head + (int64_t{panel} * params.dq_sum_rows + eight) * Config::kDqPanelDims +
+                      place,
+                  dq[m][4 * i + 2 * r], dq[m][4 * i + 2 * r + 1]);
+        }
+      }
+    }
+    if (params.dq_order.is_fixed()) EndTurns(info, head);
+  }
+
+  // c[rows, columns] += left^T * right, over all keys, which are the rows of both tiles.
+  template <int kLeftDim, int kRightDim, int kNumPieces, int kCount>
+  __device__ __forceinline__ static void MultiplyKeys(int lane, SharedTile<kLeftDim> left_tile,
+                                                      int first_row,
+                                                      SharedTile<kRightDim> right_tile,
+                                                      int first_column,
+                                                      float (&c)[kNumPieces][kCount]) {
+    const LeftColumns<kLeftDim> left(left_tile, lane);
+    const RightColumns<kRightDim> right(right_tile, lane);
+#pragma unroll
+    for (int k = 0; k < Config::kKeys; k += 16) {
+      uint32_t a[kNumPieces][4];
+#pragma unroll
+      for (int m = 0; m < kNumPieces; ++m) left.Load(k, first_row + 16 * m, a[m]);
+#pragma unroll
+      for (int i = 0; i < 2 * kCount; i += 16) {
+        uint32_t b[4];
+        right.Load(k, first_column + i, b);
+#pragma unroll
+        for (int m = 0; m < kNumPieces; ++m) {
+          Multiply<Element>(a[m], b, c[m] + i / 2);
+          Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
+        }
+      }
+    }
+  }
+
+  // --- Turns: see dq_order.h ---
+
+  // Waits until it is the tile's turn to add to kDqQueries queries from `query` on, in all panels.
+  __device__ __forceinline__ void WaitForTurns(int query, int head) const {
+    const DqOrder& order = params.dq_order;
+    const int num_queries = Min(Config::kDqQueries, params.dq_sum_rows - query);
+    ForEachUnit(query, num_queries, head, ThreadAnew() % 32, 32, [&](int32_t* done, DqTurn turn) {
+      while (LoadCounter(done + turn.part * order.num_counters) < turn.num_before) {
+      }
+      __threadfence();  // What this thread adds comes after what it has seen.
+    });
+    __syncwarp();
+  }
+
+  // Ends the tile's turn in all units that the block has. Called by all warps.
+  __device__ __forceinline__ void EndTurns(const BlockInfo& info, int head) const {
+    const DqOrder& order = params.dq_order;
+    __threadfence();  // The counters come after what this thread has added.
+    __syncthreads();
+    const int num_queries = Min(kQueries, params.dq_sum_rows - info.begin);
+    ForEachUnit(info.begin, num_queries, head, ThreadAnew(), Config::kThreads,
+                [&](int32_t* done, DqTurn turn) {
+                  AddToCounter(done + turn.part * order.num_counters, 1);
+                });
+  }
+
+  // Calls fun(done, turn) for each unit that the tile visits in these queries, and for each panel:
+  // one of `num_threads` threads does it.
+  template <typename Fun>
+  __device__ __forceinline__ void ForEachUnit(int query, int num_queries, int head, int thread,
+                                              int num_threads, Fun fun) const {
+    if (num_queries <= 0) return;
+    const DqOrder& order = params.dq_order;
+    constexpr int kNumPanels = Config::kHeadDim / Config::kDqPanelDims;
+    const int first = order.UnitOf(query);
+    const int num_units = order.UnitOf(query + num_queries - 1) - first + 1;
+    for (int i = thread; i < num_units * kNumPanels; i += num_threads) {
+      const int unit = first + i / kNumPanels, panel = head * kNumPanels + i % kNumPanels;
+      const int packed = order.turns[int64_t{shared.walk.tile.index} * order.num_units + unit];
+      if (packed == kNotVisited) continue;
+      fun(order.done + int64_t{panel} * order.num_units + unit, DqTurn::Unpack(packed));
+    }
+  }
+
+  // --- Epilogue ---
+
+  __device__ __forceinline__ void StoreGradients() {
+    Renew();
+    Store<Config::kKDims>(dk, params.softmax_scale, params.dk, params.head_dim);
+    Store<Config::kVDims>(dv, 1.0f, params.dv, params.value_dim);
+  }
+
+  template <int kDims>
+  __device__ __forceinline__ void Store(const float (&acc)[2][kDims / 2], float factor, void* out,
+                                        int dim) const {
+    const Tile& tile = shared.walk.tile;
+    const float factors[2] = {factor, factor};
+    const int first_dim = part * kDims;
+    const int64_t batch = int64_t{shared.walk.PackInHead(params.walk)} * params.batch + tile.batch;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      bool is_own[2];
+      int64_t offset[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = 32 * group + 16 * m + 8 * r + lane / 4;
+        is_own[r] = row < tile.num_rows;
+        const int64_t key = batch * params.k_len + tile.begin + row;
+        offset[r] = (key * params.num_kv_heads + shared.walk.KvHead(params.walk)) * dim + first_dim;
+      }
+      if (params.is_float) {
+        float* base = static_cast<float*>(out);
+        float* const rows[2] = {base + offset[0], base + offset[1]};
+        StoreFloatRows<kDims>(acc[m], factors, rows, is_own, dim - first_dim, lane);
+      } else {
+        Element* base = static_cast<Element*>(out);
+        Element* const rows[2] = {base + offset[0], base + offset[1]};
+        StoreRows<Element, kDims>(acc[m], factors, rows, is_own, dim - first_dim, lane);
+      }
+    }
+  }
+};
+
+}  // namespace jax_magi::cuda::sm80
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_BLOCK_CUH_

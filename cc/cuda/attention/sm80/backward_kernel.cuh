@@ -1,0 +1,232 @@
+// The backward kernel for sm_80 and later: one CTA processes one tile of keys at a time.
+//
+// With scores S, P = exp(S - lse) and dP = dout V^T, the gradients are
+//
+//   dS = P * (dP - delta),   dV = P^T dout,   dK = scale * dS^T Q,   dQ = scale * dS K
+//
+// Keys and values of a tile stay in shared memory, while blocks of queries and dout stream past
+// them, for all query heads of the kv head. Scores are computed transposed, [keys, queries], so
+// that P^T and dS^T are in registers as the products for dV and dK need them. dS also goes through
+// shared memory to the product for dQ, which each thread adds to a float32 sum in memory. dQ is
+// unscaled: a later kernel applies the scale.
+//
+// The order of those additions is not fixed, unless results must be bitwise reproducible: see
+// dq_order.h.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_KERNEL_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_KERNEL_CUH_
+
+#include "cc/cuda/attention/sm80/backward_block.cuh"
+
+namespace jax_magi::cuda::sm80 {
+
+// The copies from memory.
+template <typename Config>
+struct BackwardLoads {
+  using Element = typename Config::Element;
+  static constexpr int kThreads = Config::kThreads;
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+
+  __device__ __forceinline__ void Keys() const {
+    const Tile& tile = shared.walk.tile;
+    const int kv_head = shared.walk.KvHead(params.walk);
+    CopyTile<Config::kKeys, Config::kHeadDim>(shared.k, params.k, tile.batch, params.k_len,
+                                              params.num_kv_heads, kv_head, tile.begin,
+                                              params.head_dim);
+    CopyTile<Config::kKeys, Config::kValueDim>(shared.v, params.v, tile.batch, params.k_len,
+                                               params.num_kv_heads, kv_head, tile.begin,
+                                               params.value_dim);
+  }
+
+  __device__ __forceinline__ void Q(const BlockInfo& info, int stage) const {
+    const int batch = shared.walk.tile.batch;
+    CopyTile<Config::kQueries, Config::kHeadDim>(shared.q[stage], params.q, batch, params.q_len,
+                                                 params.num_q_heads, info.head, info.begin,
+                                                 params.head_dim);
+    constexpr int kBytes = sizeof(shared.statistics[stage]);
+    static_assert(kBytes / 16 <= kThreads, "a chunk per thread");
+    const int thread = ThreadAnew();
+    if (thread < kBytes / 16) {
+      const int64_t head = int64_t{batch} * params.num_q_heads + info.head;
+      const auto* from = reinterpret_cast<const char*>(
+          params.statistics + (head * params.padded_queries + info.begin) / 8);
+      CopyChunk(SharedAddress(shared.statistics[stage]) + 16 * thread, from + 16 * thread,
+                /*is_inside=*/true);
+    }
+  }
+
+  __device__ __forceinline__ void Do(const BlockInfo& info, int stage) const {
+    CopyTile<Config::kQueries, Config::kValueDim>(
+        shared.dout[stage], params.dout, shared.walk.tile.batch, params.q_len, params.num_q_heads,
+        info.head, info.begin, params.value_dim);
+  }
+
+ private:
+  // Rows from `begin` on of a head of a tensor [batch, length, num_heads, dim].
+  template <int kRows, int kDim>
+  __device__ __forceinline__ void CopyTile(Element* to, const void* from, int batch, int length,
+                                           int num_heads, int head, int begin, int dim) const {
+    const int64_t stride = int64_t{num_heads} * dim;
+    const auto* row0 =
+        static_cast<const Element*>(from) + batch * length * stride + int64_t{head} * dim;
+    CopyRows<kThreads, kRows>(SharedTile<kDim>{SharedAddress(to)}, row0, stride, begin, length, dim,
+                              ThreadAnew());
+  }
+};
+
+// All blocks of a tile. Stages of shared memory are those of the block's number in the tile.
+template <typename Config>
+struct BackwardLoop {
+  using Block = BackwardBlock<Config>;
+  static constexpr bool kQIsEarly = Config::kQStages == 2, kDoIsEarly = Config::kDoStages == 2;
+  const BackwardParams& params;
+  BackwardShared<Config>& shared;
+  Block& block;
+  BackwardLoads<Config> loads;
+
+  __device__ __forceinline__ const BlockInfo& Info(int n) const { return shared.block[n % 4]; }
+  __device__ __forceinline__ static int QStage(int n) { return n % Config::kQStages; }
+  __device__ __forceinline__ static int DoStage(int n) { return n % Config::kDoStages; }
+  __device__ __forceinline__ static int DsStage(int n) { return n % Config::kDsStages; }
+
+  // advance(info) sets the block after the next one; one warp does so.
+  template <typename Advance>
+  __device__ __forceinline__ void Run(Advance advance) {
+    if (Info(0).head < 0) return;
+    loads.Keys();
+    LoadEarly(0);
+    CommitCopies();
+    // The dQ of a block may come an iteration later, so there is one iteration more.
+    for (int n = 0;; ++n) {
+      WaitForGroups<0>();
+      // What was copied for this block and written for the one before can be read, and what the one
+      // before has read can be overwritten.
+      __syncthreads();
+      const bool has_block = Info(n).head >= 0;
+      if (has_block) {
+        if constexpr (!kQIsEarly) {
+          loads.Q(Info(n), 0);
+          CommitCopies();
+        }
+        if constexpr (!kDoIsEarly) {
+          loads.Do(Info(n), 0);
+          CommitCopies();
+        }
+        if (Info(n + 1).head >= 0) LoadEarly(n + 1);
+        CommitCopies();
+        advance(shared.block[(n + 2) % 4]);
+      }
+      if (Config::kDqIsLate && n > 0) block.AddDq(Info(n - 1), DsStage(n - 1));
+      if (!has_block) break;
+      if constexpr (!kQIsEarly) {
+        WaitForGroups<1 + !kDoIsEarly>();
+        __syncthreads();
+      }
+      if constexpr (Config::kSplit == 1) {
+        Compute(n);
+      } else {
+        ComputeShare(n);
+      }
+      if constexpr (!Config::kDqIsLate) {
+        __syncthreads();  // dS is complete.
+        block.AddDq(Info(n), DsStage(n));
+      }
+    }
+  }
+
+ private:
+  // Copies as much of a block as has two stages.
+  __device__ __forceinline__ void LoadEarly(int n) const {
+    if constexpr (kQIsEarly) loads.Q(Info(n), QStage(n));
+    if constexpr (kDoIsEarly) loads.Do(Info(n), DoStage(n));
+  }
+
+  __device__ __forceinline__ void WaitForDo() const {
+    if constexpr (!kDoIsEarly) {
+      WaitForGroups<1>();
+      __syncthreads();
+    }
+  }
+
+  // The products of a warp that has its keys alone: all queries, one chunk after another.
+  __device__ __forceinline__ void Compute(int n) {
+    const int q_stage = QStage(n), do_stage = DoStage(n);
+#pragma unroll
+    for (int i = 0; i < Config::kOwnChunks; ++i) {
+      block.Probabilities(Info(n), q_stage, i);
+      if (i == 0) WaitForDo();
+      block.ScoreGradients(q_stage, do_stage, i);
+      block.Renew();
+      block.Write(DsStage(n), block.ds, i);
+      block.MultiplyDims(block.p, block.DoTile(do_stage), i, block.dv);
+      block.Renew();
+      block.MultiplyDims(block.ds, block.QTile(q_stage), i, block.dk);
+    }
+  }
+
+  // Those of a warp that shares its keys: one chunk of the queries, then a share of the dims for
+  // all queries.
+  __device__ __forceinline__ void ComputeShare(int n) {
+    const int q_stage = QStage(n), do_stage = DoStage(n), ds_stage = DsStage(n);
+    block.Probabilities(Info(n), q_stage);
+    block.Write(ds_stage, block.p);
+    WaitForDo();
+    block.ScoreGradients(q_stage, do_stage);
+    block.Renew();
+    block.MultiplyDims(block.p, block.DoTile(do_stage), block.part, block.dv);
+    block.SyncGroup();  // Probabilities are complete.
+    block.MultiplyOthers(ds_stage, block.DoTile(do_stage), block.dv);
+    block.SyncGroup();  // They have been read.
+    block.Renew();
+    block.Write(ds_stage, block.ds);
+    block.MultiplyDims(block.ds, block.QTile(q_stage), block.part, block.dk);
+    block.SyncGroup();  // The group's dS is complete.
+    block.MultiplyOthers(ds_stage, block.QTile(q_stage), block.dk);
+  }
+};
+
+// The number of CTAs whose first work is their own index. If work is ordered there are none: a CTA
+// that has not started yet must not own work that others wait for.
+__device__ __forceinline__ uint32_t NumAssigned(const BackwardParams& params) {
+  return params.dq_order.is_fixed() ? 0 : gridDim.x;
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    BackwardKernel(const __grid_constant__ BackwardParams params) {
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
+  BackwardBlock<Config> block{params, shared};
+  const auto next = [&] {
+    return NumAssigned(params) + atomicAdd(&params.work.counter->next_work, 1);
+  };
+  // Called by all threads, for the first warp.
+  const auto advance = [&](BlockInfo& info) {
+    const int thread = ThreadAnew();
+    if (thread < 32) shared.walk.Advance(params.work, params.walk, thread, info, next);
+  };
+
+  if (threadIdx.x == 0) shared.walk.number = NumAssigned(params) > 0 ? blockIdx.x : next();
+  for (;;) {
+    if (const int thread = ThreadAnew(); thread < 32) {
+      __syncwarp();
+      shared.walk.Start(params.work, params.walk, thread, next);
+      __syncwarp();
+      if (shared.walk.has_tile) {
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) advance(shared.block[i]);
+      }
+    }
+    __syncthreads();
+    if (!shared.walk.has_tile) break;
+    block.ClearGradients();
+    BackwardLoop<Config>{params, shared, block, {params, shared}}.Run(advance);
+    block.StoreGradients();
+    __syncthreads();  // All threads have read the tile.
+  }
+}
+
+}  // namespace jax_magi::cuda::sm80
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_KERNEL_CUH_
