@@ -197,7 +197,6 @@ struct Forward {
       WaitForGroups<kStages - 2>();
       __syncthreads();
       CopyBlock<kIsOdd>(number + (kStages - 1) / 2, StageOf(2 * number + kStages - 1));
-      FillWalk(number);
       if constexpr (Config::kHasTerms) Terms(number).Read(bias);
       MultiplyKeys(StageOf(2 * number));
       Softmax(number);
@@ -206,10 +205,11 @@ struct Forward {
       __syncthreads();
       CopyBlock<!kIsOdd>(number + kStages / 2, StageOf(2 * number));
       MultiplyValues(StageOf(2 * number + 1));
+      FillWalk(number);
     }
   }
 
-  // Describes blocks for later, which this block's last barrier makes visible.
+  // Describes blocks for later, which the next block's first barrier makes visible.
   __device__ __forceinline__ void FillWalk(int number) {
     constexpr int kPerFill = decltype(shared.walk)::kPerFill;
     if (Warp() == 0 && number % kPerFill == 0 && number + kPerFill < NumBlocks()) {
