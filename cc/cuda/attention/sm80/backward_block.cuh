@@ -157,29 +157,45 @@ struct BackwardBlock {
     }
   }
 
-  // acc[32 keys, this warp's dims] += a[32 keys, queries of a chunk] * columns.
-  template <int kDim, int kCount>
-  __device__ __forceinline__ void MultiplyDims(const uint32_t (&a)[2][kChunk / 4],
-                                               SharedTile<kDim> columns, int chunk,
-                                               float (&acc)[2][kCount]) const {
+  // Calls load(i, a) for 16 queries of a chunk at a time, from query `i` on, and computes
+  //   acc[32 keys, this warp's dims] += a[32 keys, 16 queries] * columns.
+  template <int kDim, int kCount, typename Load>
+  __device__ __forceinline__ void MultiplyDims(SharedTile<kDim> columns, int chunk,
+                                               float (&acc)[2][kCount], Load load) const {
     constexpr int kDims = 2 * kCount;
     static_assert(kDims % 64 == 0 || 64 % kDims == 0, "a share does not cross groups of chunks");
     RightColumns<kDim> right({columns.address + chunk * columns.Bytes(kChunk)}, lane);
     const int first = part * kDims;
-    right.lane_address = (right.lane_address ^ first % 64 * 2) + first / 64 * 128;
+    right.lane_address = (right.lane_address ^ (first % 64 * 2)) + first / 64 * 128;
 #pragma unroll
     for (int i = 0; i < kChunk; i += 16) {
+      uint32_t a[2][4];
+      load(i, a);
 #pragma unroll
       for (int d = 0; d < kDims; d += 16) {
         uint32_t b[4];
         right.Load(i, d, b);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          Multiply<Element>(a[m] + i / 4, b, acc[m] + d / 2);
-          Multiply<Element>(a[m] + i / 4, b + 2, acc[m] + d / 2 + 4);
+          Multiply<Element>(a[m], b, acc[m] + d / 2);
+          Multiply<Element>(a[m], b + 2, acc[m] + d / 2 + 4);
         }
       }
     }
+  }
+
+  // The same with P or dS of own chunk `own`, which is in registers.
+  template <int kDim, int kCount>
+  __device__ __forceinline__ void MultiplyOwn(const uint32_t (&x)[2][kChunk / 4],
+                                              SharedTile<kDim> columns, float (&acc)[2][kCount],
+                                              int own = 0) const {
+    MultiplyDims(columns, Chunk(own), acc, [&](int i, uint32_t (&a)[2][4]) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a[m][j] = x[m][i / 4 + j];
+      }
+    });
   }
 
   // The same for the chunks of the other warps that share the keys, from shared memory.
@@ -190,13 +206,10 @@ struct BackwardBlock {
 #pragma unroll
     for (int c = 1; c < kSplit; ++c) {
       const int chunk = (part + c) % kSplit;
-      uint32_t a[2][kChunk / 4];
+      MultiplyDims(columns, chunk, acc, [&](int i, uint32_t (&a)[2][4]) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int i = 0; i < kChunk; i += 16) left.Load(16 * m, chunk * kChunk + i, a[m] + i / 4);
-      }
-      MultiplyDims(a, columns, chunk, acc);
+        for (int m = 0; m < 2; ++m) left.Load(16 * m, chunk * kChunk + i, a[m]);
+      });
     }
   }
 

@@ -85,10 +85,16 @@ struct BackwardLoop {
   Block& block;
   BackwardLoads<Config> loads;
 
-  __device__ __forceinline__ const BlockInfo& Info(int n) const { return shared.block[n % 4]; }
-  __device__ __forceinline__ static int QStage(int n) { return n % Config::kQStages; }
-  __device__ __forceinline__ static int DoStage(int n) { return n % Config::kDoStages; }
-  __device__ __forceinline__ static int DsStage(int n) { return n % Config::kDsStages; }
+  __device__ __forceinline__ const BlockInfo& Info(uint32_t n) const { return shared.block[n % 4]; }
+  __device__ __forceinline__ static int QStage(uint32_t n) { return Anew(n) % Config::kQStages; }
+  __device__ __forceinline__ static int DoStage(uint32_t n) { return Anew(n) % Config::kDoStages; }
+  __device__ __forceinline__ static int DsStage(uint32_t n) { return Anew(n) % Config::kDsStages; }
+
+  // A copy, so that addresses derived from it are computed again at each use.
+  __device__ __forceinline__ static uint32_t Anew(uint32_t n) {
+    asm volatile("" : "+r"(n));
+    return n;
+  }
 
   // advance(info) sets the block after the next one; one warp does so.
   template <typename Advance>
@@ -98,7 +104,7 @@ struct BackwardLoop {
     LoadEarly(0);
     CommitCopies();
     // The dQ of a block may come an iteration later, so there is one iteration more.
-    for (int n = 0;; ++n) {
+    for (uint32_t n = 0;; ++n) {
       WaitForGroups<0>();
       // What was copied for this block and written for the one before can be read, and what the one
       // before has read can be overwritten.
@@ -137,7 +143,7 @@ struct BackwardLoop {
 
  private:
   // Copies as much of a block as has two stages.
-  __device__ __forceinline__ void LoadEarly(int n) const {
+  __device__ __forceinline__ void LoadEarly(uint32_t n) const {
     if constexpr (kQIsEarly) loads.Q(Info(n), QStage(n));
     if constexpr (kDoIsEarly) loads.Do(Info(n), DoStage(n));
   }
@@ -150,39 +156,37 @@ struct BackwardLoop {
   }
 
   // The products of a warp that has its keys alone: all queries, one chunk after another.
-  __device__ __forceinline__ void Compute(int n) {
-    const int q_stage = QStage(n), do_stage = DoStage(n);
+  __device__ __forceinline__ void Compute(uint32_t n) {
 #pragma unroll
     for (int i = 0; i < Config::kOwnChunks; ++i) {
-      block.Probabilities(Info(n), q_stage, i);
+      block.Probabilities(Info(n), QStage(n), i);
       if (i == 0) WaitForDo();
-      block.ScoreGradients(q_stage, do_stage, i);
+      block.ScoreGradients(QStage(n), DoStage(n), i);
       block.Renew();
       block.Write(DsStage(n), block.ds, i);
-      block.MultiplyDims(block.p, block.DoTile(do_stage), i, block.dv);
+      block.MultiplyOwn(block.p, block.DoTile(DoStage(n)), block.dv, i);
       block.Renew();
-      block.MultiplyDims(block.ds, block.QTile(q_stage), i, block.dk);
+      block.MultiplyOwn(block.ds, block.QTile(QStage(n)), block.dk, i);
     }
   }
 
   // Those of a warp that shares its keys: one chunk of the queries, then a share of the dims for
   // all queries.
-  __device__ __forceinline__ void ComputeShare(int n) {
-    const int q_stage = QStage(n), do_stage = DoStage(n), ds_stage = DsStage(n);
-    block.Probabilities(Info(n), q_stage);
-    block.Write(ds_stage, block.p);
+  __device__ __forceinline__ void ComputeShare(uint32_t n) {
+    block.Probabilities(Info(n), QStage(n));
+    block.Write(DsStage(n), block.p);
     WaitForDo();
-    block.ScoreGradients(q_stage, do_stage);
+    block.ScoreGradients(QStage(n), DoStage(n));
     block.Renew();
-    block.MultiplyDims(block.p, block.DoTile(do_stage), block.part, block.dv);
+    block.MultiplyOwn(block.p, block.DoTile(DoStage(n)), block.dv);
     block.SyncGroup();  // Probabilities are complete.
-    block.MultiplyOthers(ds_stage, block.DoTile(do_stage), block.dv);
+    block.MultiplyOthers(DsStage(n), block.DoTile(DoStage(n)), block.dv);
     block.SyncGroup();  // They have been read.
     block.Renew();
-    block.Write(ds_stage, block.ds);
-    block.MultiplyDims(block.ds, block.QTile(q_stage), block.part, block.dk);
+    block.Write(DsStage(n), block.ds);
+    block.MultiplyOwn(block.ds, block.QTile(QStage(n)), block.dk);
     block.SyncGroup();  // The group's dS is complete.
-    block.MultiplyOthers(ds_stage, block.QTile(q_stage), block.dk);
+    block.MultiplyOthers(DsStage(n), block.QTile(QStage(n)), block.dk);
   }
 };
 
