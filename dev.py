@@ -24,6 +24,9 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 HERE = ROOT / "build" / "here"  # The package, as `gpu --here` builds it.
 PLUGIN = ROOT / "build" / "cuda_plugin"  # What compiles for GPUs where there is none.
+# Of the kernels for sm_80 and later, what is compiled here: machine code and PTX. Wheels have machine
+# code for more GPUs, which takes minutes more.
+SM80 = "cmake.define.JAX_MAGI_SM80_ARCHITECTURES=80"
 # Python keeps compiled modules there, even if the environment forbids it. Without them, a process
 # that imports JAX takes three times as long to start, and tests start many.
 BYTECODE = {
@@ -79,7 +82,8 @@ def set_up(group: str) -> None:
   path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
   # Verbose, it shows what ptxas says of each kernel: registers, spills.
   verbosity = "--verbose" if os.environ.get("JAX_MAGI_VERBOSE") else "--quiet"
-  install = ("install", verbosity, "--no-build-isolation", "--no-deps", "--editable", ".")
+  settings = f"--config-settings={SM80}"
+  install = ("install", verbosity, "--no-build-isolation", "--no-deps", settings, "--editable", ".")
   run(PYTHON, "-m", "pip", *install, PATH=path)
   stamps[group].write_text(digest)
 
