@@ -28,6 +28,7 @@ from benchmarks.timing import seconds
 from jax_magi import Links, key_for_new_mask, merge_attention
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
+from jax_magi._src.attention.mask_operand import PassMasks
 
 _CONFIG = ops.AttentionConfig(HEAD_DIM**-0.5)
 _UNBOUNDED = 2**30
@@ -73,10 +74,16 @@ def _sink():
   return jnp.full((1, NUM_Q_HEADS), -jnp.inf, np.float32)
 
 
+def _masked(stages):
+  """k, v and the mask of each stage, whose tile lists are made at once, as in a pass of a rank."""
+  masks = PassMasks({i: (table[0], k.shape[1]) for i, (k, _, table) in enumerate(stages)})
+  return [(k, v, masks.operand(i, table[0])) for i, (k, v, table) in enumerate(stages)]
+
+
 def forward(q, stages):
   """16-bit out, and lse. `stages` are tuples of k, v and slices."""
   running = None
-  for number, stage in enumerate(stages, 1):
+  for number, stage in enumerate(_masked(stages), 1):
     out_dtype = np.float32 if number < len(stages) else None
     running = ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=out_dtype, running=running)
   out, lse, _ = running
@@ -86,7 +93,7 @@ def forward(q, stages):
 def forward_whole(q, stages):
   """Of stages in which each query sees keys once: nothing is merged."""
   running = None
-  for stage in stages:
+  for stage in _masked(stages):
     running = ops.forward(_CONFIG, q, *stage, _sink(), running=running)
   out, lse, _ = running
   return out, lse
@@ -103,8 +110,8 @@ def forward_merged(q, stages):
 def backward(q, dout, lse, delta, stages):
   """16-bit dq, and float32 dk and dv of each stage."""
   dq, gradients = empty_dq_sum(q, q), []
-  for k, v, slices in stages:
-    operands = (q, k, v, dout, lse, delta, slices)
+  for k, v, mask in _masked(stages):
+    operands = (q, k, v, dout, lse, delta, mask)
     dq, *dk_dv = ops.backward(_CONFIG, *operands, grad_dtype=np.float32, running_dq=dq)
     gradients.append(dk_dv)
   return finished_dq(_CONFIG, dq, q, q, q.dtype), gradients

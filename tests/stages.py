@@ -10,6 +10,7 @@ import numpy as np
 from jax_magi import AttentionMask
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
+from jax_magi._src.attention.mask_operand import PassMasks
 from tests.accuracy import check_results, named_results
 from tests.arrays import assert_same_bits
 from tests.compilation import quick_jit
@@ -22,22 +23,33 @@ def stage_slices(mask, bounds):
   return [np.asarray(crop.pad(num_slices).slices) for crop in crops]
 
 
-def forward_stages(config, q, k, v, sink, slices, bounds):
+def _masks(slices, bounds, *, together):
+  """The mask of each stage; their tile lists are made together, or one by one."""
+  if not together:
+    return [table[None] for table in slices]
+  calls = zip(slices, (end - begin for begin, end in bounds), strict=True)
+  masks = PassMasks(dict(enumerate(calls)))
+  return [masks.operand(number, table) for number, table in enumerate(slices)]
+
+
+def forward_stages(config, q, k, v, sink, slices, bounds, *, together=True):
   """out, lse and max_logits of a batch of 1, after all stages, the last of which rounds."""
   running = None
-  for number, ((begin, end), table) in enumerate(zip(bounds, slices, strict=True), 1):
-    operands = (q, k[:, begin:end], v[:, begin:end], table[None], sink)
+  masks = _masks(slices, bounds, together=together)
+  for number, ((begin, end), mask) in enumerate(zip(bounds, masks, strict=True), 1):
+    operands = (q, k[:, begin:end], v[:, begin:end], mask, sink)
     out_dtype = np.float32 if number < len(bounds) else None
     running = ops.forward(config, *operands, out_dtype=out_dtype, running=running)
   return running
 
 
-def backward_stages(config, q, k, v, dout, lse, delta, slices, bounds):
+def backward_stages(config, q, k, v, dout, lse, delta, slices, bounds, *, together=True):
   """dq of all stages, and dk and dv of theirs, in q's dtype."""
   dq = empty_dq_sum(q, v)
   gradients = {}
-  for (begin, end), table in zip(bounds, slices, strict=True):
-    operands = (q, k[:, begin:end], v[:, begin:end], dout, lse, delta, table[None])
+  masks = _masks(slices, bounds, together=together)
+  for (begin, end), mask in zip(bounds, masks, strict=True):
+    operands = (q, k[:, begin:end], v[:, begin:end], dout, lse, delta, mask)
     dq, *gradients[begin, end] = ops.backward(
       config, *operands, grad_dtype=np.float32, running_dq=dq
     )

@@ -86,6 +86,11 @@ def _check(key, text, action):
   for direction, expected in steps.items():
     calls = re.findall(f'custom_call_target="jax_magi_attention_{direction}', text)
     assert len(calls) == len(expected)
+  # All stages of a pass have their tile lists of one launch, before the first one.
+  calls = re.findall('custom_call_target="jax_magi_attention_([a-z_]+)"', text)
+  lists = "tile_lists"
+  assert [x for x in calls if x.startswith("tile_list")] == [lists, lists]
+  assert calls[0] == lists and calls.index("backward") > calls.index(lists, 1)
 
 
 def _check_links(key, exchanges, action):

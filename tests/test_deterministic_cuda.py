@@ -145,7 +145,7 @@ def test_the_device_makes_the_same_list_every_time(num_documents):
 
   @jax.jit
   def make(slices):
-    return list_tiles(slices, needs, length, length)
+    return list_tiles(slices, [needs], length, [(slices.shape[1], length)])[0]
 
   slices = jnp.asarray(mask.slices)[None]
   words = np.asarray(make(slices)).reshape(-1, 8)

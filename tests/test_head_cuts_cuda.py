@@ -176,7 +176,7 @@ def test_the_list_tells_heavy_tiles(num_tiles):
 
   @jax.jit
   def make(slices):
-    return list_tiles(slices, needs, mask.q_len, mask.k_len)
+    return list_tiles(slices, [needs], mask.q_len, [(slices.shape[1], mask.k_len)])[0]
 
   header = np.asarray(make(slices[None])).reshape(-1, 8)[0]
   assert header[0] == num_tiles

@@ -193,6 +193,40 @@ def test_one_stage_gives_the_bits_of_one_call(head_dim):
   assert_same_bits(one_call, stage)
 
 
+@pytest.mark.parametrize("num_rows", [None, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_made_together_give_the_bits_of_those_made_one_by_one(head_dim, num_rows):
+  """One launch for each pass, of a batch of masks too."""
+  bounds = ((300, 1000), (0, 20), (20, 300))
+  masks = [AttentionMask.from_cu_seqlens([0, end, 1000], causal=True) for end in (100, 310, 900)]
+  tables = zip(*(stage_slices(mask, bounds) for mask in masks), strict=True)
+  tables = [jnp.stack(rows) for rows in tables]
+  slices = [x[0] for x in tables] if num_rows is None else tables
+  operands = _operands(1000, (6, 2), head_dim)
+  sink = jnp.zeros((1, 6), np.float32)
+  config = ops.AttentionConfig(head_dim**-0.5, deterministic=True, implementation="cuda")
+
+  def run(slices, together):
+    def row(slices):
+      q, k, v, dout = operands
+      calls = functools.partial(forward_stages, together=together)
+      out, lse, _ = calls(config, q, k, v, sink, slices, bounds)
+      delta = ops.delta(out, lse, dout, jnp.zeros_like(lse))
+      calls = functools.partial(backward_stages, together=together)
+      return out, lse, *calls(config, q, k, v, dout, lse, delta, slices, bounds)
+
+    return row(slices) if num_rows is None else jax.vmap(row)(slices)
+
+  found = []
+  for together, counts in ((True, (2, 0)), (False, (0, 6))):
+    program = jax.jit(functools.partial(run, together=together)).lower(slices).compile()
+    text = program.as_text()
+    targets = [f'custom_call_target="jax_magi_attention_tile_list{s}"' for s in ("s", "")]
+    assert tuple(map(text.count, targets)) == counts
+    found.append(program(slices))
+  assert_same_bits(*found)
+
+
 def test_a_batch_of_masks():
   """With slices for each row, and parts of dk and dv."""
   q, k, v, dout = (jnp.concatenate([x, 2 * x, -x]) for x in _operands(300, (8, 1), 64))

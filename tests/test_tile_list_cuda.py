@@ -141,7 +141,7 @@ def _device_list(slices, length, *, is_backward):
 
   @jax.jit
   def call(slices):
-    return list_tiles(jnp.zeros(0, np.int32), slices, needs, length, length)
+    return list_tiles(slices, [needs], length, [(slices.shape[1], length)])[0]
 
   words = np.asarray(call(slices))
   tiles = words[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: words[0]]
@@ -161,6 +161,56 @@ def test_lists_of_many_batch_rows_are_those_of_each(is_backward):
     expected = _device_list(one[None], length, is_backward=is_backward)
     found = tiles[tiles[:, 0] == i]
     assert sorted(map(tuple, found[:, 1:])) == sorted(map(tuple, expected[:, 1:]))
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+  "num_slices", [[1, 1], [2, 60, 7], [5, 700, 0, 1500, 30], [40] * 21], ids=str
+)
+def test_lists_made_at_once_are_those_made_one_by_one(num_slices, batch, is_backward):
+  """Small ones, those that need different kernels, and more than one launch makes."""
+  rng, q_len = np.random.default_rng(0), 3000
+  calls = []
+  for i, count in enumerate(num_slices):
+    k_len = 0 if i == 2 else int(rng.integers(1, 3000))
+    slices = np.zeros((batch, count, 6), np.int32)
+    slices[..., 0:2] = np.sort(rng.integers(0, q_len + 1, (batch, count, 2)))
+    slices[..., 2:4] = np.sort(rng.integers(0, k_len + 1, (batch, count, 2)))
+    slices[..., 4:] = -(2**30), 2**30
+    keys = AttentionMask.full(q_len, k_len)
+    changes = {"static_slices": None, "slices_shape": slices.shape, "batch": batch}
+    needs = hopper_needs(keys, is_backward=is_backward, **changes)
+    calls.append((slices, needs, (count, k_len)))
+  tables, needs, sizes = zip(*calls, strict=True)
+  together = jax.jit(lambda slices: list_tiles(slices, needs, q_len, sizes))
+  for i, words in enumerate(together(np.concatenate(tables, axis=1))):
+    alone = jax.jit(lambda slices, i=i: list_tiles(slices, [needs[i]], q_len, [sizes[i]])[0])
+    assert words[0] > 0 or (is_backward and sizes[i][1] == 0)
+    lists = [np.asarray(x) for x in (words, alone(tables[i]))]
+    headers = [x[:HEADER_WORDS] for x in lists]
+    np.testing.assert_array_equal(*(header[:10] for header in headers))
+    # Larger launches sort heavier tiles: the order of those may differ.
+    tiles = [x[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: x[0], :6] for x in lists]
+    assert sorted(map(tuple, tiles[0])) == sorted(map(tuple, tiles[1]))
+    assert (np.diff(tiles[0][:, 3].clip(max=127)) <= 0).all(), "the heaviest first"
+
+
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    ([(2, 100), (1, 50)], "slices must be those of all lists"),
+    ([(2, 200), (2, 50)], "tile_list is too small"),
+    ([(2, 100), (-1, 50)], "num_slices must not be negative"),
+    ([(2, 100), (2, -1)], "k_len is out of range"),
+  ],
+)
+def test_lists_of_other_slices_are_refused(sizes, message):
+  call = {"is_backward": True, "static_slices": None, "slices_shape": (1, 2, 6)}
+  needs = [hopper_needs(AttentionMask.full(100, k_len), **call) for k_len in (100, 50)]
+  slices = np.zeros((1, 4, 6), np.int32)
+  with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    jax.block_until_ready(jax.jit(lambda x: list_tiles(x, needs, 100, sizes))(slices))
 
 
 def test_failed_launch_does_not_fail_the_next_call():

@@ -1,6 +1,9 @@
 // FFI handlers of the CUDA kernels: decode, check, call.
 
 #include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
 
 #include "cc/cuda/attention/attention.h"
 #include "cc/cuda/attention/head_cuts.h"
@@ -238,35 +241,84 @@ ffi::Error FinishDq(cudaStream_t stream, ffi::AnyBuffer sum, ffi::Result<ffi::An
   return ToError(context, cuda::FinishDqSum(args, stream));
 }
 
-ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
-                        ffi::Result<ffi::AnyBuffer> tile_list, int32_t q_len, int32_t k_len,
-                        int32_t tile_stamp) {
-  const char* context = "jax_magi attention tile list";
-  JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
-  JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"tile_list", *tile_list}}));
-  if (q_len < 0 || q_len >= kUnbounded) return Invalid(context, "q_len", "is out of range");
-  if (k_len < 0 || k_len >= kUnbounded) return Invalid(context, "k_len", "is out of range");
+// Checks what a tile list is to be made of, and where; `request` has its shape and slices already.
+ffi::Error DecodeListRequest(const char* context, int32_t tile_stamp, ffi::AnyBuffer tile_list,
+                             cuda::ListRequest* request) {
+  AttentionShape& shape = request->shape;
+  JAX_MAGI_RETURN_IF_ERROR(CheckAligned(context, {{"tile_list", tile_list}}));
+  if (shape.q_len < 0 || shape.q_len >= kUnbounded) {
+    return Invalid(context, "q_len", "is out of range");
+  }
+  if (shape.k_len < 0 || shape.k_len >= kUnbounded) {
+    return Invalid(context, "k_len", "is out of range");
+  }
   const cuda::Tiling tiling = cuda::Tiling::OfStamp(tile_stamp);
   JAX_MAGI_RETURN_IF_ERROR(CheckStamp(context, tile_stamp % cuda::kBlocksStamp, tiling.stamp()));
   if (tiling.num_rows == 0 || tiling.num_columns == 0) {
     return Invalid(context, "tile_stamp", "has tiles without rows or columns");
   }
-  AttentionShape shape{};
-  shape.batch = slices.dimensions()[0];
-  shape.q_len = q_len;
-  shape.k_len = k_len;
-  shape.num_slices = slices.dimensions()[1];
-  if (shape.batch == 0) return ffi::Error::Success();
   const std::string too_large = cuda::TooLarge(shape, tiling, /*is_list_known=*/false);
   if (!too_large.empty())
     return ffi::Error::InvalidArgument(std::string(context) + ": " + too_large);
-  if (static_cast<int64_t>(tile_list->size_bytes()) < cuda::TileListBytes(shape, tiling)) {
+  if (static_cast<int64_t>(tile_list.size_bytes()) < cuda::TileListBytes(shape, tiling)) {
     return Invalid(context, "tile_list", "is too small");
   }
-  auto* list = static_cast<cuda::TileList*>(tile_list->untyped_data());
-  return ToError(context,
-                 cuda::MakeTileList(shape, tiling, static_cast<const Slice*>(slices.untyped_data()),
-                                    list, stream));
+  request->tiling = tiling;
+  request->list = static_cast<cuda::TileList*>(tile_list.untyped_data());
+  return ffi::Error::Success();
+}
+
+// One list for each call. Slices of the calls follow one another, for each batch element.
+ffi::Error MakeTileLists(cudaStream_t stream, ffi::AnyBuffer slices, ffi::RemainingRets tile_lists,
+                         int32_t q_len, ffi::Span<const int32_t> k_lens,
+                         ffi::Span<const int32_t> num_slices,
+                         ffi::Span<const int32_t> tile_stamps) {
+  const char* context = "jax_magi attention tile lists";
+  JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
+  const size_t num_lists = tile_lists.size();
+  if (k_lens.size() != num_lists || num_slices.size() != num_lists ||
+      tile_stamps.size() != num_lists) {
+    return Invalid(context, "tile_list", "must have a k_len, num_slices and tile_stamp each");
+  }
+  const int64_t total = slices.dimensions()[1];
+  if (total > std::numeric_limits<int32_t>::max())
+    return Invalid(context, "slices", "are too many");
+  int64_t first = 0;
+  std::vector<cuda::ListRequest> requests(num_lists);
+  for (size_t i = 0; i < num_lists; ++i) {
+    if (num_slices[i] < 0) return Invalid(context, "num_slices", "must not be negative");
+    cuda::ListRequest& request = requests[i];
+    request.shape.batch = slices.dimensions()[0];
+    request.shape.q_len = q_len;
+    request.shape.k_len = k_lens[i];
+    request.shape.num_slices = num_slices[i];
+    request.slices = static_cast<const Slice*>(slices.untyped_data()) + first;
+    request.slice_stride = static_cast<int>(total);
+    auto tile_list = tile_lists.get<ffi::AnyBuffer>(i);
+    if (!tile_list.has_value()) return tile_list.error();
+    JAX_MAGI_RETURN_IF_ERROR(DecodeListRequest(context, tile_stamps[i], **tile_list, &request));
+    first += num_slices[i];
+  }
+  if (first != total) return Invalid(context, "slices", "must be those of all lists");
+  if (slices.dimensions()[0] == 0) return ffi::Error::Success();
+  return ToError(context, cuda::MakeTileLists(requests, stream));
+}
+
+ffi::Error MakeTileList(cudaStream_t stream, ffi::AnyBuffer slices,
+                        ffi::Result<ffi::AnyBuffer> tile_list, int32_t q_len, int32_t k_len,
+                        int32_t tile_stamp) {
+  const char* context = "jax_magi attention tile list";
+  JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
+  cuda::ListRequest request{};
+  request.shape.batch = slices.dimensions()[0];
+  request.shape.q_len = q_len;
+  request.shape.k_len = k_len;
+  request.shape.num_slices = slices.dimensions()[1];
+  request.slices = static_cast<const Slice*>(slices.untyped_data());
+  JAX_MAGI_RETURN_IF_ERROR(DecodeListRequest(context, tile_stamp, *tile_list, &request));
+  request.slice_stride = static_cast<int>(request.shape.num_slices);
+  if (request.shape.batch == 0) return ffi::Error::Success();
+  return ToError(context, cuda::MakeTileLists({request}, stream));
 }
 
 }  // namespace
@@ -295,6 +347,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_tile_list, jax_magi::MakeT
                                   .Attr<int32_t>("q_len")
                                   .Attr<int32_t>("k_len")
                                   .Attr<int32_t>("tile_stamp"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_tile_lists, jax_magi::MakeTileLists,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()  // slices
+                                  .RemainingRets()        // tile_list of each call
+                                  .Attr<int32_t>("q_len")
+                                  .Attr<ffi::Span<const int32_t>>("k_lens")
+                                  .Attr<ffi::Span<const int32_t>>("num_slices")
+                                  .Attr<ffi::Span<const int32_t>>("tile_stamps"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::AttentionCall& call,

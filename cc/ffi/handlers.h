@@ -23,6 +23,7 @@ JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_backward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_finish_dq);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_tile_list);
+JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_attention_tile_lists);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_softmax_forward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_softmax_backward);
 JAX_MAGI_DECLARE_HANDLER(jax_magi_cuda_kernel_barrier);

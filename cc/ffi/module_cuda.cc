@@ -33,6 +33,7 @@ NB_MODULE(_cuda, m) {
     add("jax_magi_attention_backward", jax_magi_cuda_attention_backward);
     add("jax_magi_attention_finish_dq", jax_magi_cuda_attention_finish_dq);
     add("jax_magi_attention_tile_list", jax_magi_cuda_attention_tile_list);
+    add("jax_magi_attention_tile_lists", jax_magi_cuda_attention_tile_lists);
     add("jax_magi_softmax_forward", jax_magi_cuda_softmax_forward);
     add("jax_magi_softmax_backward", jax_magi_cuda_softmax_backward);
     add("jax_magi_kernel_barrier", jax_magi_cuda_kernel_barrier);

@@ -15,6 +15,7 @@ struct Divisor {
   uint32_t divisor, multiplier;
   int shift = 0;
 
+  Divisor() = default;
   explicit Divisor(int divisor) : divisor(divisor) {
     while ((int64_t{1} << shift) < divisor) ++shift;
     multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + divisor - 1) / divisor);
@@ -35,7 +36,9 @@ struct CutArgs {
   Divisor tile_rows, block_columns;
   Divisor candidates_per_list;  // Candidates for cuts: row 0, and both ends of each slice.
   const Slice* slices;
+  int slice_stride;  // From the first slice of a list to that of the next; num_slices at first.
 
+  CutArgs() = default;
   CutArgs(const AttentionShape& shape, const Tiling& tiling, const Slice* slices)
       : num_lists(NumLists(shape)),
         num_rows(NumRows(shape, tiling)),
@@ -47,10 +50,11 @@ struct CutArgs {
         tile_rows(tiling.num_rows),
         block_columns(tiling.num_columns),
         candidates_per_list(static_cast<int>(2 * shape.num_slices + 1)),
-        slices(slices) {}
+        slices(slices),
+        slice_stride(num_slices) {}
 
   JAX_MAGI_INLINE const Slice* list(int batch) const {
-    return slices + int64_t{batch} * num_slices;
+    return slices + int64_t{batch} * slice_stride;
   }
   JAX_MAGI_INLINE int64_t num_candidates() const {
     return int64_t{num_lists} * candidates_per_list.divisor;

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cc/cuda/attention/early_launch.cuh"
 #include "cc/cuda/attention/instructions.cuh"
 #include "cc/cuda/attention/tile_cuts.h"
@@ -141,11 +143,29 @@ Candidates CandidatesOf(const CutArgs& args, int num_threads) {
   return fits && args.num_rows > 0 ? Candidates::kMany : Candidates::kTooMany;
 }
 
-// One CTA cuts rows into tiles, then sorts them with a counting sort, one bin per thread. For more
-// than one CTA per SM, ptxas would spill registers.
+// What one CTA makes.
+struct ListTask {
+  CutArgs args;
+  ListKey key;
+  TileList* list;
+  Tile* unsorted;
+};
+
+// One for each CTA. Kernel parameters are limited to 4 KB on every GPU.
+struct ListTasks {
+  static constexpr int kMost = 16;
+  ListTask tasks[kMost];
+};
+
+// Each CTA cuts the rows of one list into tiles, then sorts them with a counting sort, one bin per
+// thread. For more than one CTA per SM, ptxas would spill registers.
 template <int kThreads, Candidates kCandidates>
 __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
-    TileListKernel(CutArgs args, ListKey key, TileList* list, Tile* unsorted) {
+    TileListKernel(const __grid_constant__ ListTasks tasks) {
+  const ListTask& task = tasks.tasks[blockIdx.x];
+  const CutArgs& args = task.args;
+  TileList* const list = task.list;
+  Tile* const unsorted = task.unsorted;
   constexpr bool kIsCut = kCandidates != Candidates::kTooMany;
   __shared__ int bins[kThreads], sums[kThreads / 32];
   const int thread = threadIdx.x;
@@ -174,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   }
   if (thread == 0) {
     list->num_tiles = num_tiles;
-    list->key = key;
+    list->key = task.key;
   }
   __syncthreads();
   bins[thread] = 0;
@@ -233,30 +253,54 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
 
 }  // namespace
 
-Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                    TileList* list, cudaStream_t stream) {
-  const CutArgs args(shape, tiling, slices);
-  // The attention kernel waits for the list, and a small CTA is faster when it suffices.
+Status MakeTileLists(const std::vector<ListRequest>& requests, cudaStream_t stream) {
   constexpr int kFew = 128, kMany = 1024;
-  const bool is_small = args.num_candidates() <= kFew && MaxTiles(shape, tiling) <= kFew &&
-                        CeilDiv(args.num_columns, tiling.num_columns) < kFew;
-  auto kernel = TileListKernel<kFew, Candidates::kFew>;
-  if (!is_small) {
+  using Kernel = void (*)(ListTasks);
+  const auto args_of = [](const ListRequest& request) {
+    CutArgs args(request.shape, request.tiling, request.slices);
+    args.slice_stride = request.slice_stride;
+    return args;
+  };
+  // The attention kernel waits for its list, and small CTAs are faster when they suffice.
+  const bool are_small = std::all_of(requests.begin(), requests.end(), [&](const auto& request) {
+    const CutArgs args = args_of(request);
+    return args.num_candidates() <= kFew && MaxTiles(request.shape, request.tiling) <= kFew &&
+           CeilDiv(args.num_columns, request.tiling.num_columns) < kFew;
+  });
+  const auto kernel_of = [&](const CutArgs& args) -> Kernel {
+    if (are_small) return TileListKernel<kFew, Candidates::kFew>;
     switch (CandidatesOf(args, kMany)) {
       case Candidates::kFew:
-        kernel = TileListKernel<kMany, Candidates::kFew>;
-        break;
+        return TileListKernel<kMany, Candidates::kFew>;
       case Candidates::kMany:
-        kernel = TileListKernel<kMany, Candidates::kMany>;
-        break;
+        return TileListKernel<kMany, Candidates::kMany>;
       case Candidates::kTooMany:
-        kernel = TileListKernel<kMany, Candidates::kTooMany>;
-        break;
+        return TileListKernel<kMany, Candidates::kTooMany>;
     }
+    return nullptr;
+  };
+
+  struct Launch {
+    Kernel kernel;
+    int num_tasks;
+    ListTasks tasks;
+  };
+  std::vector<Launch> launches;
+  for (const ListRequest& request : requests) {
+    const CutArgs args = args_of(request);
+    const Kernel kernel = kernel_of(args);
+    auto launch = std::find_if(launches.begin(), launches.end(), [&](const Launch& other) {
+      return other.kernel == kernel && other.num_tasks < ListTasks::kMost;
+    });
+    if (launch == launches.end()) launch = launches.insert(launch, Launch{kernel, 0, {}});
+    launch->tasks.tasks[launch->num_tasks++] = {
+        args, KeyOf(request.shape, request.tiling), request.list,
+        request.list->tiles() + MaxTiles(request.shape, request.tiling)};
   }
-  JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(kernel, 1, is_small ? kFew : kMany, 0, stream, args,
-                                            KeyOf(shape, tiling), list,
-                                            list->tiles() + MaxTiles(shape, tiling)));
+  for (const Launch& launch : launches) {
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(launch.kernel, launch.num_tasks,
+                                              are_small ? kFew : kMany, 0, stream, launch.tasks));
+  }
   return {};
 }
 

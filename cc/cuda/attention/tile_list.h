@@ -3,13 +3,16 @@
 // "columns" are the other side, which a kernel processes in blocks.
 //
 // The list of a known mask is made on the host, once, when the call is traced. A traced mask is
-// known only on the device, where one small kernel makes the list. That kernel is a separate
-// operation, so XLA keeps a single copy for all layers of a program that have the same mask.
+// known only on the device, where one small kernel makes the list, or the lists of several calls at
+// once. That kernel is a separate operation, so XLA keeps a single copy for all layers of a program
+// that have the same mask.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
 #define JAX_MAGI_CUDA_ATTENTION_TILE_LIST_H_
 
 #include <cuda_runtime.h>
+
+#include <vector>
 
 #include "cc/attention.h"
 #include "cc/cuda/attention/backward_workspace.h"
@@ -169,9 +172,18 @@ JAX_MAGI_INLINE Range TouchedColumns(const Slice& slice, const Tile& tile, bool 
 // Each of these lets the next kernel on the stream start once the previous one has ended. The next
 // kernel must wait for this one with griddepcontrol.wait.
 
-// Makes a list of TileListBytes(shape, tiling) bytes.
-Status MakeTileList(const AttentionShape& shape, const Tiling& tiling, const Slice* slices,
-                    TileList* list, cudaStream_t stream);
+// A list to be made by the device.
+struct ListRequest {
+  AttentionShape shape;  // Only batch, lengths and the number of slices are used.
+  Tiling tiling;
+  const Slice* slices;
+  int slice_stride;  // From the first slice of a batch element to that of the next.
+  TileList* list;    // TileListBytes(shape, tiling) bytes.
+};
+
+// Makes all lists in one launch, unless their numbers of slices are so different that they need
+// different kernels.
+Status MakeTileLists(const std::vector<ListRequest>& requests, cudaStream_t stream);
 
 // A call's list, and the key that it must have. A null list is not checked.
 struct ListCheck {

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_magi._src.attention.mask_operand import MaskOperand
+from jax_magi._src.attention.mask_operand import MaskGroup, MaskOperand
 from jax_magi._src.native import attention as native
 from jax_magi._src.native.backends import (
   Backend,
@@ -45,6 +45,7 @@ OPERANDS = {
   "lse": "bqh",
   "delta": "bqh",
   "slices": "bnc",
+  "all_slices": "bnc",  # See `MaskOperand`.
   "sink": "bh",
   **TERMS,
   "running_out": "bqhe",
@@ -53,7 +54,8 @@ OPERANDS = {
   "running_dq": "bhw",
   "tile_list": "t",  # Derived from the others: see `_tile_list`.
 }
-SHARED = frozenset({"slices", "bias"})
+SHARED = frozenset({"slices", "all_slices", "bias"})
+SOURCES = frozenset({"all_slices"})
 
 
 def given_terms(terms: Mapping[str, jax.Array | None]) -> Operands:
@@ -93,6 +95,7 @@ class KernelCall:
   Attributes:
     config: see `AttentionConfig`.
     known: as in `MaskOperand`.
+    group: as in `MaskOperand`.
     kernel: a function of the operands by name, `backend`, and `tile_stamp`.
     wants: operands with a gradient, besides q, k and v.
     is_backward: which of the two operations it is.
@@ -101,6 +104,7 @@ class KernelCall:
 
   config: AttentionConfig
   known: bytes | None
+  group: MaskGroup | None
   kernel: Callable[..., Results]
   wants: tuple[str, ...] = ()
   is_backward: bool = False
@@ -137,7 +141,7 @@ def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:
   """Which tiles a backend's kernels compute, in which order.
 
   That of a known mask is planned as the call is traced, with the slices that the kernels take the
-  least time for; other masks have it made on the device.
+  least time for; other masks have it made on the device, with those of their group.
   """
   options: dict[str, Any] = {"softcap": call.config.softcap, "is_backward": call.is_backward}
   if call.is_backward:
@@ -153,7 +157,7 @@ def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:
   def make(part: Operands) -> Derived:
     own = {"known": call.known, "has_float_grads": call.has_float_grads}
     tile_list, stamp = native.make_tiles(
-      backend, part, **options, **own if call.is_backward else {}
+      backend, part, call.group, **options, **own if call.is_backward else {}
     )
     return {"tile_list": tile_list}, {"tile_stamp": stamp}
 

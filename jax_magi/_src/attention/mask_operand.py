@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +18,24 @@ from jax_magi._src.transforms.eager import is_eager
 from jax_magi._src.transforms.operation import Derived, Operands
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["slices"], meta_fields=["known"])
+@dataclasses.dataclass(frozen=True)
+class MaskGroup:
+  """What is static about masks whose tile lists are made together, and which of them is meant.
+
+  Attributes:
+    sizes: the number of slices, and of keys, of each call.
+    index: which of these calls it is.
+  """
+
+  sizes: tuple[tuple[int, int], ...]
+  index: int
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["slices", "all_slices"],
+  meta_fields=["known", "group"],
+)
 @dataclasses.dataclass(frozen=True)
 class MaskOperand:
   """The mask of a call.
@@ -25,10 +43,15 @@ class MaskOperand:
   Attributes:
     slices: int32 `[batch or 1, num_slices, 6]`.
     known: the same as bytes, where they are known when the call is traced, and one for the batch.
+    all_slices: int32 `[batch or 1, num_slices of all calls, 6]`, if the tile lists of several calls
+      are made together: the slices of each call, in order.
+    group: what these calls are; None if this is the only one.
   """
 
   slices: Any
   known: bytes | None = dataclasses.field(default=None, repr=False)
+  all_slices: Any = None
+  group: MaskGroup | None = None
 
   @classmethod
   def of(cls, slices: Any) -> MaskOperand:
@@ -43,6 +66,10 @@ class MaskOperand:
     if is_one and not all(map(is_eager, arrays)):
       return cls(slices, slices.tobytes())
     return cls(slices)
+
+  def operands(self) -> Operands:
+    """By name, those that there are."""
+    return {"slices": self.slices} | ({"all_slices": self.all_slices} if self.group else {})
 
   def table(self) -> np.ndarray | None:
     """int32 `[num_slices, 6]`, if it is known and still one for the batch."""
@@ -80,3 +107,26 @@ class MaskOperand:
     slices = self.slices if best is table else jnp.asarray(best)[None]
     derived = {"slices": slices, "tile_list": np.frombuffer(plan.tile_list, np.int32)}
     return derived, {"tile_stamp": plan.tile_stamp}
+
+
+class PassMasks:
+  """The masks of the calls of a pass: over other keys each, with the same queries.
+
+  The device makes the tile lists of all of them at once, before the first call.
+
+  Attributes:
+    slices: the int32 `[num_slices, 6]` of each call, by what names it.
+  """
+
+  def __init__(self, calls: Mapping[Any, tuple[Any, int]]):
+    """Takes the slices of each call and its number of keys, by what names the call."""
+    self.slices = {name: slices for name, (slices, _) in calls.items()}
+    sizes = tuple((slices.shape[0], k_len) for slices, k_len in calls.values())
+    self._groups = {name: MaskGroup(sizes, index) for index, name in enumerate(calls)}
+    self._all_slices = jnp.concatenate(list(self.slices.values()))[None]
+
+  def operand(self, name: Hashable, slices: Any) -> MaskOperand:
+    """The mask of a call. `slices` are its own, which may be there later than those of others."""
+    if len(self._groups) == 1:
+      return MaskOperand(slices[None])
+    return MaskOperand(slices[None], all_slices=self._all_slices, group=self._groups[name])

@@ -19,13 +19,14 @@ from jax_magi._src.attention.kernel_call import (
   OPERANDS,
   PLAIN,
   SHARED,
+  SOURCES,
   TERMS,
   AttentionConfig,
   KernelCall,
   given_terms,
   natives,
 )
-from jax_magi._src.attention.mask_operand import MaskOperand
+from jax_magi._src.attention.mask_operand import MaskGroup, MaskOperand
 from jax_magi._src.native import attention as native
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Operands, Operation, Results
@@ -186,12 +187,12 @@ def forward(
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
   mask = MaskOperand.of(slices)
-  operands = {"q": q, "k": k, "v": v, "slices": mask.slices, "sink": sink} | given_terms(terms)
+  operands = {"q": q, "k": k, "v": v, **mask.operands(), "sink": sink} | given_terms(terms)
   if running is not None:
     assert operands.keys().isdisjoint(TERMS), "terms and running results are not taken together"
     assert running[0].dtype in (np.float32, dtype), running[0].dtype
     operands |= dict(zip(_RUNNING, running, strict=True))
-  out, lse, max_logits = _forward(config, mask.known, dtype)(operands)
+  out, lse, max_logits = _forward(config, mask.known, mask.group, dtype)(operands)
   return out, lse, max_logits
 
 
@@ -247,11 +248,12 @@ def backward(
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
   mask = MaskOperand.of(slices)
   operands = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
-  operands |= {"slices": mask.slices} | given_terms(terms)
+  operands |= mask.operands() | given_terms(terms)
   if running_dq is not None:
     assert operands.keys().isdisjoint(TERMS), "terms and a running dq are not taken together"
     operands["running_dq"] = running_dq
-  return _backward(config, mask.known, dtype, wants, running_dq is not None)(operands)
+  sums_dq = running_dq is not None
+  return _backward(config, mask.known, mask.group, dtype, wants, sums_dq)(operands)
 
 
 def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
@@ -271,7 +273,7 @@ _cache = functools.lru_cache(maxsize=256)
 
 @_cache
 def _forward(
-  config: AttentionConfig, known: bytes | None, out_dtype: Any
+  config: AttentionConfig, known: bytes | None, group: MaskGroup | None, out_dtype: Any
 ) -> Callable[[Operands], Results]:
   options: dict[str, Any] = {
     "softmax_scale": config.softmax_scale,
@@ -282,11 +284,12 @@ def _forward(
   return Operation(
     operands=OPERANDS,
     results={"out": "bqhe", "lse": "bqh", "max_logits": "bh"},
-    natives=functools.partial(natives, KernelCall(config, known, kernel)),
+    natives=functools.partial(natives, KernelCall(config, known, group, kernel)),
     plain=functools.partial(blockwise.forward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
     shared=SHARED,
+    sources=SOURCES,
   ).function()
 
 
@@ -294,6 +297,7 @@ def _forward(
 def _backward(
   config: AttentionConfig,
   known: bytes | None,
+  group: MaskGroup | None,
   grad_dtype: Any,
   wants: tuple[str, ...],
   sums_dq: bool,
@@ -312,7 +316,9 @@ def _backward(
     known=known,
   )
   has_float_grads = grad_dtype == np.float32
-  call = KernelCall(config, known, kernel, wants, is_backward=True, has_float_grads=has_float_grads)
+  call = KernelCall(
+    config, known, group, kernel, wants, is_backward=True, has_float_grads=has_float_grads
+  )
   # Each result is like an operand.
   like = {"dq": "running_dq" if sums_dq else "q", "dk": "k", "dv": "v"}
   gradients = {f"d{name}": name for name in wants}
@@ -325,5 +331,6 @@ def _backward(
     implementation=config.implementation,
     # A gradient is one for each mapped element, and so is then the operand.
     shared=SHARED.difference(wants),
+    sources=SOURCES,
     gradients=gradients,
   ).function()

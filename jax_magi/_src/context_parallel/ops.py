@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,18 +17,12 @@ from jax.sharding import PartitionSpec as P
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from jax_magi._src.attention.kernel_call import AttentionConfig
+from jax_magi._src.attention.mask_operand import PassMasks
 from jax_magi._src.context_parallel.exchange import Transfer, transfers_of
 from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.rows import RowForm, differentiable, gradients_of
-from jax_magi._src.context_parallel.schedule import (
-  Step,
-  num_parts_of,
-  part_of_rows,
-  side_by_side,
-  slices_of_keys,
-  slices_of_queries,
-  steps_of,
-)
+from jax_magi._src.context_parallel.schedule import Step, side_by_side, steps_of
+from jax_magi._src.context_parallel.step_masks import backward_masks, forward_masks
 from jax_magi._src.optim.statistics import reduce_max_logits
 from jax_magi._src.transforms.closure import OpenFunction
 from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
@@ -107,6 +101,9 @@ def _forward(
   is_whole = bool(transfers) and key.whole_slices is not None
   tables = key.whole_slices if is_whole else key.slices
   steps = steps_of([len(transfer.hops) for transfer in transfers], key.spec.capacities.orders[0])
+  capacities = key.spec.capacities
+  lengths = [stages[0][0].shape[0], *((is_whole and capacities.whole_rows) or capacities.rows)]
+  masks = forward_masks(steps, tables[0], lengths, q.shape[0])
   last_kernel = [step for step in steps if step.stage >= 0][-1]
 
   expanded: dict[int, Any] = {}
@@ -114,29 +111,26 @@ def _forward(
   def attend(step: Step, running: Any, slices: Any) -> Any:
     """The results of all steps up to this one; `running` are those of the steps before it."""
     running, kv = running
-    operands = (q, *(kv or stages[step.stage]), slices, sink)
+    k, v = kv or stages[step.stage]
+    operands = (q[None], k[None], v[None], masks.operand(step, slices), sink[None])
     # Where results of several calls are merged, the last call rounds them.
     out_dtype = None if is_whole or step == last_kernel else np.float32
-    return ops.forward(
-      config.forward, *(x[None] for x in operands), out_dtype=out_dtype, running=running
-    )
+    return ops.forward(config.forward, *operands, out_dtype=out_dtype, running=running)
 
   running: Any = None
   parts = [[wire] for _ in transfers]  # What each transfer has brought so far.
   kept = {}  # For the backward pass.
   for step in steps:
-    slices = tables[0, max(step.stage, 0)]
-    if config.expand and step.stage >= 0 and step.stage not in expanded:
-      expanded[step.stage] = form.keys_and_values(stages[step.stage], constants, slices)
-    if (num_parts := num_parts_of(steps, step.stage)) > 1:
-      slices = slices_of_queries(slices, *part_of_rows(q.shape[0], step.part, num_parts))
+    has_kernel = step in masks.slices
+    if config.expand and has_kernel and step.stage not in expanded:
+      seen = tables[0, step.stage]  # By any part of the queries.
+      expanded[step.stage] = form.keys_and_values(stages[step.stage], constants, seen)
     moves, sent = _casts(step, transfers, parts)
-    has_kernel = step.stage >= 0
     parts, running, arrived = side_by_side(
       parts,
       functools.partial(attend, step) if has_kernel else None,
       (running, expanded.get(step.stage)) if has_kernel else running,
-      slices,
+      masks.slices.get(step),
       moves,
       sent,
       with_barrier=config.kernel_barrier,
@@ -228,20 +222,27 @@ def _backward(
   queries = (q, dout, lse, row_delta)
   v_like = form.value_like(rows)
   stage_of = functools.partial(_StageBackward, config, form, queries, constants)
-  # To which kernels add; and their like.
-  dq, dconstants = empty_dq_sum(q[None], v_like, config.backward.implementation), None
+  # To which kernels add.
+  dq = empty_dq_sum(q[None], v_like, config.backward.implementation)
   if not key.spec.overlap_degree:
     stage = kept[0] if kept else form.parted(transfers[0].cast(form.joined(rows)))
-    call = stage_of(stage, key.slices[0, 0])
-    dq, gradient, dconstants = call.done(call.kernel((dq, call.kv), key.slices[0, 0]), dconstants)
+    dq, gradient, dconstants = _only_stage(stage_of, stage, key, dq)
     drows = transfers[0].reduce(gradient, config.remote_grad_dtype, config.backward.deterministic)
   elif key.spec.cp_size == 1:
-    call = stage_of(rows, key.slices[0, 0])
-    dq, drows, dconstants = call.done(call.kernel((dq, call.kv), key.slices[0, 0]), dconstants)
+    dq, drows, dconstants = _only_stage(stage_of, rows, key, dq)
   else:
     dq, drows, dconstants = _staged_backward(config, form, stage_of, rows, dq, key, transfers, kept)
   dq = finished_dq(config.backward, dq, q[None], v_like, q.dtype)[0]
   return dq, form.parted_gradients(drows), dconstants, dsink
+
+
+def _only_stage(
+  stage_of: Callable[..., _StageBackward], rows: Any, key: DistAttnKey, dq: Any
+) -> tuple[Any, Any, Any]:
+  """The sum of dq, gradients of rows, and those of constants, where one call has all keys."""
+  masks = PassMasks({0: (key.slices[0, 0], rows[0].shape[0])})
+  call = stage_of(masks, 0, rows)
+  return call.done(call.kernel((dq, call.kv), masks.slices[0]), None)
 
 
 def _staged_backward(
@@ -263,6 +264,8 @@ def _staged_backward(
   counts = [len(transfer.hops) for transfer in transfers]
   _, order = key.spec.capacities.orders
   steps = steps_of(counts, order, is_fetching=not kept, is_backward=True)
+  lengths = [rows[0].shape[0], *key.spec.capacities.rows]
+  masks, keys = backward_masks(steps, key.slices[0], lengths)
   # By transfer, what it has brought so far; and gradients of that, until they are home.
   parts: list[Any] = [[wire] for _ in transfers]
   back: list[Any] = [None for _ in transfers]
@@ -271,13 +274,9 @@ def _staged_backward(
   gradients: dict[int, list[Any]] = {}
   own = dconstants = None
   for step in steps:
-    call, slices = None, key.slices[0, max(step.stage, 0)]
-    if step.stage >= 0:
-      num_parts = num_parts_of(steps, step.stage)
-      begin, end = part_of_rows(stages[step.stage][0].shape[0], step.part, num_parts)
-      if num_parts > 1:
-        slices = slices_of_keys(slices, begin, end)
-      call = stage_of(tuple(x[begin:end] for x in stages[step.stage]), slices)
+    call = None
+    if step in masks.slices:
+      call = stage_of(masks, step, tuple(x[keys[step]] for x in stages[step.stage]))
     moves, sent = _casts(step, transfers, parts)
     for stage, hop in step.reduces:
       transfer = transfers[stage - 1]
@@ -290,7 +289,7 @@ def _staged_backward(
       done,
       call.kernel if call else None,
       (dq, call.kv) if call else dq,
-      slices,
+      masks.slices.get(step),
       moves,
       sent,
       with_barrier=config.kernel_barrier,
@@ -331,19 +330,22 @@ class _StageBackward:
     form: RowForm,
     queries: tuple[Any, ...],
     constants: Any,
+    masks: PassMasks,
+    name: Hashable,
     rows: Any,
-    slices: Any,
   ):
+    """`name` is that of the call among `masks`."""
     self._config, self._queries = config, queries
-    made, self._pull_back = form.differentiated(rows, constants, slices)
+    self._mask = functools.partial(masks.operand, name)
+    made, self._pull_back = form.differentiated(rows, constants, masks.slices[name])
     self._rows, self.kv = made, made if config.expand else None
 
   def kernel(self, running: Any, slices: Any) -> tuple[Any, Any]:
     """From the sum of dq, and `kv`, to that sum with this call's added, and its gradients."""
     dq, kv = running
-    q, dout, lse, row_delta = self._queries
-    k, v = kv or self._rows
-    operands = (x[None] for x in (q, k, v, dout, lse, row_delta, slices))
+    arrays = (*self._queries, *(kv or self._rows))
+    q, dout, lse, row_delta, k, v = (x[None] for x in arrays)
+    operands = (q, k, v, dout, lse, row_delta, self._mask(slices))
     dq, dk, dv = ops.backward(
       self._config.backward, *operands, grad_dtype=np.float32, running_dq=dq
     )

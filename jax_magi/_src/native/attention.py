@@ -12,6 +12,7 @@ What an operand means is the same for every backend, and stands in `cc/attention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ _FORWARD = "jax_magi_attention_forward"
 _BACKWARD = "jax_magi_attention_backward"
 _FINISH_DQ = "jax_magi_attention_finish_dq"
 _TILE_LIST = "jax_magi_attention_tile_list"
+_TILE_LISTS = "jax_magi_attention_tile_lists"  # The same for several calls.
 
 # How others tell the calls: the text of a compiled program has the targets, a profile of CPUs only
 # the instructions' names, that of JAX's primitive and a number.
@@ -120,12 +122,15 @@ def _terms(bias: jax.Array | None, alibi_slopes: jax.Array | None) -> tuple[Any,
   )
 
 
-def make_tiles(backend: Backend, part: dict[str, Any], **options: Any) -> tuple[jax.Array, int]:
+def make_tiles(
+  backend: Backend, part: dict[str, Any], group: Any = None, **options: Any
+) -> tuple[jax.Array, int]:
   """The tile list of a device's part of a call, made on the device, and its stamp.
 
   Args:
     backend: whose kernels are meant.
     part: the call's operands, by name.
+    group: the `MaskGroup` of calls whose lists are made together; None if it is this one alone.
     **options: of `_needs`.
   """
 
@@ -133,36 +138,69 @@ def make_tiles(backend: Backend, part: dict[str, Any], **options: Any) -> tuple[
     q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
     return {"q": q, "k": k, "v": v, "bias": _bias_for(bias, backend)}
 
-  slices = part["slices"]
-  needs = _needs(
-    backend,
-    **jax.eval_shape(as_kernels_take, part["q"], part["k"], part["v"], part.get("bias")),
-    slices=slices,
-    alibi_slopes=part.get("alibi_slopes"),
-    sums_dq="running_dq" in part,
-    **options,
-  )
-  tile_list = list_tiles(slices, needs, part["q"].shape[1], part["k"].shape[1])
-  return tile_list, needs.tile_stamp
+  slices, q_len, k_len = part["slices"], part["q"].shape[1], part["k"].shape[1]
+  sizes, index, all_slices = ((slices.shape[1], k_len),), 0, slices
+  if group is not None:
+    sizes, index, all_slices = group.sizes, group.index, part["all_slices"]
+  assert sizes[index] == (slices.shape[1], k_len), (sizes, index, slices.shape, k_len)
+  assert all_slices.shape[0] == slices.shape[0], (all_slices.shape, slices.shape)
+  taken = jax.eval_shape(as_kernels_take, part["q"], part["k"], part["v"], part.get("bias"))
+  needs = []
+  for num_slices, length in sizes:
+    keys = {
+      name: jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
+      for name, x in taken.items()
+      if name in ("k", "v")
+    }
+    needs.append(
+      _needs(
+        backend,
+        **taken | keys,
+        slices=jax.ShapeDtypeStruct((slices.shape[0], num_slices, 6), np.int32),
+        alibi_slopes=part.get("alibi_slopes"),
+        sums_dq="running_dq" in part,
+        **options,
+      )
+    )
+  return list_tiles(all_slices, needs, q_len, sizes)[index], needs[index].tile_stamp
 
 
-def list_tiles(slices: jax.Array, needs: Any, q_len: int, k_len: int) -> jax.Array:
-  """The tile list that the device makes of slices, or one without elements if kernels need none.
+def list_tiles(
+  slices: jax.Array, needs: Sequence[Any], q_len: int, sizes: Sequence[tuple[int, int]]
+) -> tuple[jax.Array, ...]:
+  """Tile lists that the device makes of slices at once. They are empty if kernels need none.
 
   No barriers here: to XLA, calls with the same slices are one. (In a loop over layers there is one
   in each turn: XLA for GPUs does not take custom calls out of it.)
+
+  Args:
+    slices: int32 `[batch or 1, num_slices of all lists, 6]`.
+    needs: those of the call that each list is for.
+    q_len: of all these calls.
+    sizes: the number of slices, and of keys, of each of them.
   """
-  if not needs.tile_list_words:
-    return jnp.zeros(0, np.int32)
-  (result,) = native_call(
-    _TILE_LIST,
+  if not all(x.tile_list_words for x in needs):
+    return (jnp.zeros(0, np.int32),) * len(needs)
+  results = [((x.tile_list_words,), np.int32) for x in needs]
+  if len(needs) == 1:
+    return native_call(
+      _TILE_LIST,
+      (slices,),
+      results,
+      q_len=np.int32(q_len),
+      k_len=np.int32(sizes[0][1]),
+      tile_stamp=np.int32(needs[0].tile_stamp),
+    )
+  num_slices, k_lens = zip(*sizes, strict=True)
+  return native_call(
+    _TILE_LISTS,
     (slices,),
-    [((needs.tile_list_words,), np.int32)],
+    results,
     q_len=np.int32(q_len),
-    k_len=np.int32(k_len),
-    tile_stamp=np.int32(needs.tile_stamp),
+    k_lens=np.array(k_lens, np.int32),
+    num_slices=np.array(num_slices, np.int32),
+    tile_stamps=np.array([x.tile_stamp for x in needs], np.int32),
   )
-  return result
 
 
 def forward(

@@ -35,6 +35,10 @@ class DerivedOperand:
   and that of one part of the batch is no part of that of the batch. So it is either planned as the
   call is traced, and one for all devices, or each device makes its own of its part.
 
+  Calls that take the same `Operation.sources` may make theirs together: each of them makes those of
+  all, by one operation that is the same for all of them, and takes its own. XLA keeps one of equal
+  operations.
+
   Attributes:
     plan: from the operands on all devices to those that are derived, or take the place of others;
       None if they are not known.
@@ -78,6 +82,7 @@ class Operation:
     implementation: the caller's argument: the name of kernels or of the plain path, or None to
       choose.
     shared: operands that may be one for the whole batch, with a leading axis of 1.
+    sources: operands that derived ones are made of and nothing else takes.
     gradients: results that are gradients of operands which may be shared, too: then these are sums
       over the batch.
   """
@@ -89,6 +94,7 @@ class Operation:
   plain_name: str
   implementation: str | None = None
   shared: frozenset[str] = frozenset()
+  sources: frozenset[str] = frozenset()
   gradients: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def function(self) -> Callable[[Operands], Results]:
@@ -139,21 +145,26 @@ class Operation:
     }
 
   def _in_plain_jax(self, operands: Operands) -> Results:
-    return self.plain(**operands)
+    return self.plain(**self._without_sources(operands))
+
+  def _without_sources(self, operands: Operands) -> Operands:
+    return {name: x for name, x in operands.items() if name not in self.sources}
 
   def _on_devices(self, native: Native, operands: Operands) -> Results:
     """The kernel on each device's part of batch and heads."""
     derived = native.derived
     if derived is None:
+      operands = self._without_sources(operands)
       return self._split(native.kernel, operands) if native.is_opaque else native.kernel(**operands)
     whole = {name: jax.typeof(x) for name, x in operands.items()}
     planned, attributes = derived.plan(operands) or ({}, None)
 
     def kernel(**parts: Any) -> Results:
+      own = self._without_sources(parts)
       if attributes is not None and derived.serves(whole, parts):
-        return native.kernel(**parts, **attributes)
+        return native.kernel(**own, **attributes)
       made, own_attributes = derived.make(parts)
-      return native.kernel(**parts | made, **own_attributes)
+      return native.kernel(**own | made, **own_attributes)
 
     return self._split(kernel, operands | planned)
 

@@ -1,0 +1,49 @@
+"""The masks of the kernels of a pass, some of which have only a part of a stage's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax_magi._src.attention.mask_operand import PassMasks
+from jax_magi._src.context_parallel.schedule import (
+  Step,
+  num_parts_of,
+  part_of_rows,
+  slices_of_keys,
+  slices_of_queries,
+)
+
+
+def forward_masks(
+  steps: Sequence[Step], tables: Any, lengths: Sequence[int], q_len: int
+) -> PassMasks:
+  """The masks of all kernels of the forward pass, by their steps.
+
+  Args:
+    steps: of the pass.
+    tables: the slices of each stage.
+    lengths: the number of keys of each stage.
+    q_len: the number of queries, by which kernels are cut.
+  """
+  calls = {}
+  for step in (step for step in steps if step.stage >= 0):
+    slices = tables[step.stage]
+    if (num_parts := num_parts_of(steps, step.stage)) > 1:
+      slices = slices_of_queries(slices, *part_of_rows(q_len, step.part, num_parts))
+    calls[step] = slices, lengths[step.stage]
+  return PassMasks(calls)
+
+
+def backward_masks(
+  steps: Sequence[Step], tables: Any, lengths: Sequence[int]
+) -> tuple[PassMasks, dict[Step, slice]]:
+  """The same of the backward pass, where kernels are cut by keys; and the keys of each."""
+  calls, keys = {}, {}
+  for step in (step for step in steps if step.stage >= 0):
+    slices, num_parts = tables[step.stage], num_parts_of(steps, step.stage)
+    begin, end = part_of_rows(lengths[step.stage], step.part, num_parts)
+    if num_parts > 1:
+      slices = slices_of_keys(slices, begin, end)
+    calls[step], keys[step] = (slices, end - begin), slice(begin, end)
+  return PassMasks(calls), keys
