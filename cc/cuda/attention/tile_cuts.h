@@ -102,14 +102,15 @@ JAX_MAGI_INLINE Range SeenColumns(const CutArgs& args, const Tile& tile, int s) 
 }
 
 // Tile `i` of the list, which lies in `segment`: its rows, its slices, and the number of its
-// blocks.
-JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i) {
+// blocks. Only every `step`-th slice is considered, from `first` on.
+JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i, int first = 0,
+                             int step = 1) {
   Tile tile{};
   const int most_rows = static_cast<int>(args.tile_rows.divisor);
   tile.batch = segment.batch;
   tile.begin = segment.begin + (i - segment.first_tile) * most_rows;
   tile.num_rows = Min(most_rows, segment.end - tile.begin);
-  for (int s = 0; s < args.num_slices; ++s) {
+  for (int s = first; s < args.num_slices; s += step) {
     const Range columns = TouchedColumns(args, tile, s);
     if (columns.begin >= columns.end) continue;
     if (tile.num_blocks == 0) tile.slice_begin = s;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <climits>
 
 #include "cc/cuda/attention/early_launch.cuh"
 #include "cc/cuda/attention/instructions.cuh"
@@ -151,11 +152,24 @@ struct ListTask {
   Tile* unsorted;
 };
 
-// One for each CTA. Kernel parameters are limited to 4 KB on every GPU.
+// One for each CTA.
 struct ListTasks {
   static constexpr int kMost = 16;
   ListTask tasks[kMost];
 };
+static_assert(sizeof(ListTasks) < 4096, "they are kernel parameters");
+
+// Adds up tiles that `num_lanes` neighbouring lanes cut of every num_lanes-th slice each. All lanes
+// of a warp call it.
+__device__ void JoinTile(int num_lanes, Tile& tile) {
+  int begin = tile.num_blocks > 0 ? tile.slice_begin : INT_MAX;
+  for (int offset = num_lanes / 2; offset > 0; offset /= 2) {
+    tile.num_blocks += __shfl_xor_sync(~0u, tile.num_blocks, offset);
+    tile.slice_end = Max(tile.slice_end, __shfl_xor_sync(~0u, tile.slice_end, offset));
+    begin = Min(begin, __shfl_xor_sync(~0u, begin, offset));
+  }
+  tile.slice_begin = tile.num_blocks > 0 ? begin : 0;
+}
 
 // Each CTA cuts the rows of one list into tiles, then sorts them with a counting sort, one bin per
 // thread. For more than one CTA per SM, ptxas would spill registers.
@@ -200,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   bins[thread] = 0;
   __syncthreads();
 
-  const auto make_tile = [&](int i) {
+  const auto cut_tile = [&](int i, int first, int step) {
     Segment segment;
     if (kIsCut) {
       int low = 0;  // The last segment that begins at or before this tile.
@@ -213,14 +227,31 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
       const int list = i / tiles_per_list;
       segment = {list, 0, args.num_rows, list * tiles_per_list, tiles_per_list};
     }
-    const Tile tile = CutTile(args, segment, i);
-    atomicAdd(&bins[BinOf<kThreads>(tile)], 1);
-    return tile;
+    return CutTile(args, segment, i, first, step);
   };
-  for (int i = thread + kThreads; i < num_tiles; i += kThreads) unsorted[i] = make_tile(i);
+  const auto count_tile = [&](const Tile& tile) { atomicAdd(&bins[BinOf<kThreads>(tile)], 1); };
+  for (int i = thread + kThreads; i < num_tiles; i += kThreads) {
+    const Tile tile = cut_tile(i, 0, 1);
+    count_tile(tile);
+    unsorted[i] = tile;
+  }
+  // If there are threads to spare, several lanes share the slices of a tile: each slice is a trip
+  // to memory.
+  int num_lanes = 1;
+  while (num_lanes < 32 && 2 * num_lanes * num_tiles <= kThreads) num_lanes *= 2;
   // A thread's first tile stays in registers.
   Tile own{};
-  if (thread < num_tiles) own = make_tile(thread);
+  if (thread / num_lanes < num_tiles) {
+    own = cut_tile(thread / num_lanes, thread % num_lanes, num_lanes);
+  }
+  if (num_lanes > 1) {
+    __shared__ Tile shared_tiles[kThreads / 2];
+    JoinTile(num_lanes, own);
+    if (thread % num_lanes == 0) shared_tiles[thread / num_lanes] = own;
+    __syncthreads();
+    if (thread < num_tiles) own = shared_tiles[thread];
+  }
+  if (thread < num_tiles) count_tile(own);
   __syncthreads();
   const int count = bins[thread];
   int total;
@@ -240,7 +271,8 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
     const int bin = is_tile ? BinOf<kThreads>(tile) : -1;
     const unsigned same = __match_any_sync(~0u, bin);
     const unsigned before = same & ((1u << thread % 32) - 1);
-    for (int warp = 0; warp < kThreads / 32; ++warp) {
+    const int num_warps = CeilDiv(Min(num_tiles - (i - thread), kThreads), 32);
+    for (int warp = 0; warp < num_warps; ++warp) {
       if (thread / 32 == warp && is_tile) tile.index = bins[bin] + __popc(before);
       __syncwarp();
       if (thread / 32 == warp && is_tile && before == 0) bins[bin] += __popc(same);
