@@ -112,12 +112,17 @@ class Transfer:
     lengths += [int(block_begins(hop, self.spec.ranks)[-1]) for hop in self.hops]
     parts: list[Any] = []
     taken, begin = self._take_index, 0
+    rows = jnp.arange(len(taken), dtype=np.int32)
     for number, length in enumerate(lengths):
-      part = zeros_like_rows(length, dx)
-      if length:
-        index = _within(taken - begin, length)
-        part = part.at[index].set(dx, mode="drop", unique_indices=True)
-      parts.append(part if length or number else None)
+      if number == 0 and not length:
+        parts.append(None)
+        continue
+      # Which row goes where is scattered, and the rows are gathered: zeros are not written first,
+      # and XLA joins the arrays that dx is made of on the way.
+      index = _within(taken - begin, length)
+      nowhere = vary_like(jnp.full(length, NOWHERE, np.int32), index)
+      source = nowhere.at[index].set(rows, mode="drop", unique_indices=True)
+      parts.append(_rows_of([dx], source))
       begin += length
     return tuple(parts)
 
@@ -244,9 +249,28 @@ def _expanded(runs: Any, to_begins: np.ndarray, from_begins: np.ndarray, length:
   to_block, to_place, from_block, from_place = (runs[:, i] for i in range(4))
   to = jnp.asarray(to_begins, np.int32)[to_block] + to_place
   shift = jnp.asarray(from_begins, np.int32)[from_block] + from_place - to
-  jump = jnp.diff(shift, prepend=jnp.zeros_like(shift[:1]))
-  total = vary_like(jnp.zeros(length, np.int32), runs).at[to].add(jump, mode="drop")
-  return jnp.cumsum(total, dtype=np.int32) + np.arange(length, dtype=np.int32)
+  places = vary_like(jnp.arange(length, dtype=np.int32), runs)
+  # A bisection is one kernel; marking where runs begin and summing up is five, which other work of
+  # the step waits for. Behind a barrier, or XLA may do it for each element of a row.
+  return lax.optimization_barrier(places + _at(shift, _last_before(to, places)))
+
+
+def _last_before(begins: Any, places: Any) -> Any:
+  """int32, like `places`: the last of the ascending `begins` that is at or before each place.
+
+  The first one is at or before all.
+  """
+  last, step = jnp.zeros_like(places), 1 << max(len(begins) - 1, 0).bit_length()
+  while step := step // 2:
+    probe = last + step
+    is_before = (probe < len(begins)) & (_at(begins, probe) <= places)
+    last = jnp.where(is_before, probe, last)
+  return last
+
+
+def _at(x: Any, index: Any) -> Any:
+  """`x[index]`; the last element behind the end."""
+  return jnp.take(x, index, mode="clip")
 
 
 def _within(index: Any, length: int) -> Any:
@@ -260,9 +284,10 @@ def _rows_of(parts: Sequence[Any], index: Any) -> Any:
   result, begin = None, 0
   for part in parts:
     if length := part.shape[0]:  # jnp.take refuses empty ones.
-      here = _within(index - begin, length)
-      rows = jnp.take(part, here, axis=0, mode="fill", fill_value=0)
-      is_here = (here < NOWHERE).reshape(-1, *[1] * (part.ndim - 1))
-      result = rows if result is None else jnp.where(is_here, rows, result)
+      here = index - begin
+      rows = jnp.take(part, here, axis=0, mode="clip")
+      # XLA makes one kernel of this; of jnp.take with mode="fill" it makes two.
+      is_here = ((here >= 0) & (here < length)).reshape(-1, *[1] * (part.ndim - 1))
+      result = jnp.where(is_here, rows, jnp.zeros_like(rows) if result is None else result)
     begin += length
   return zeros_like_rows(index.shape[0], parts[0]) if result is None else result

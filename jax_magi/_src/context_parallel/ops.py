@@ -227,9 +227,11 @@ def _backward(
   if not key.spec.overlap_degree:
     stage = kept[0] if kept else form.parted(transfers[0].cast(form.joined(rows)))
     dq, gradient, dconstants = _only_stage(stage_of, stage, key, dq)
+    gradient = form.joined_gradients([gradient])
     drows = transfers[0].reduce(gradient, config.remote_grad_dtype, config.backward.deterministic)
   elif key.spec.cp_size == 1:
-    dq, drows, dconstants = _only_stage(stage_of, rows, key, dq)
+    dq, gradient, dconstants = _only_stage(stage_of, rows, key, dq)
+    drows = form.joined_gradients([gradient])
   else:
     dq, drows, dconstants = _staged_backward(config, form, stage_of, rows, dq, key, transfers, kept)
   dq = finished_dq(config.backward, dq, q[None], v_like, q.dtype)[0]
@@ -269,9 +271,10 @@ def _staged_backward(
   # By transfer, what it has brought so far; and gradients of that, until they are home.
   parts: list[Any] = [[wire] for _ in transfers]
   back: list[Any] = [None for _ in transfers]
-  # By stage, gradients of the parts of its rows; and the sum of those of the rank's own rows, which
-  # grows as they come, as all that is there waits at each step.
-  gradients: dict[int, list[Any]] = {}
+  # By stage, gradients of the parts of its rows, which are joined where they are needed; and the
+  # sum of those of the rank's own rows, which grows as they come, as all that is there waits at
+  # each step.
+  gradients: dict[int, list[tuple[Any, ...]]] = {}
   own = dconstants = None
   for step in steps:
     call = None
@@ -281,7 +284,7 @@ def _staged_backward(
     for stage, hop in step.reduces:
       transfer = transfers[stage - 1]
       if back[stage - 1] is None:
-        back[stage - 1] = transfer.parted(jnp.concatenate(gradients.pop(stage)))
+        back[stage - 1] = transfer.parted(form.joined_gradients(gradients.pop(stage)))
       moves.append(functools.partial(transfer.move_back, hop, is_exposed=step.stage < 0))
       sent.append(transfer.packed_back(back[stage - 1], config.remote_grad_dtype))
     done = (gradients, own, dconstants, parts, back)
@@ -307,7 +310,7 @@ def _staged_backward(
     else:
       dq, gradient, dconstants = call.done(results, dconstants)
       gradients[step.stage] = [*gradients.get(step.stage, []), gradient]
-  return dq, _sum(own, jnp.concatenate(gradients[0])), dconstants
+  return dq, _sum(own, form.joined_gradients(gradients[0])), dconstants
 
 
 def _sum(total: jax.Array | None, x: jax.Array) -> jax.Array:
@@ -341,7 +344,7 @@ class _StageBackward:
     self._rows, self.kv = made, made if config.expand else None
 
   def kernel(self, running: Any, slices: Any) -> tuple[Any, Any]:
-    """From the sum of dq, and `kv`, to that sum with this call's added, and its gradients."""
+    """From the sum of dq, and `kv`, to that sum with this call's added, and dk and dv."""
     dq, kv = running
     arrays = (*self._queries, *(kv or self._rows))
     q, dout, lse, row_delta, k, v = (x[None] for x in arrays)
@@ -349,12 +352,12 @@ class _StageBackward:
     dq, dk, dv = ops.backward(
       self._config.backward, *operands, grad_dtype=np.float32, running_dq=dq
     )
-    return dq, (dk[0], dv[0]) if kv else self._pull_back(dk[0], dv[0])
+    return dq, (dk[0], dv[0])
 
   def done(self, results: Any, dconstants: Any) -> tuple[Any, Any, Any]:
     """The sum of dq, gradients of rows, and the sum of those of constants."""
     dq, gradients = results
-    rows, constants = self._pull_back(*gradients) if self.kv else gradients
+    rows, constants = self._pull_back(*gradients)
     if dconstants is not None:
       constants = tuple(map(jnp.add, dconstants, constants))
     return dq, rows, constants

@@ -63,9 +63,10 @@ class RowForm:
       parts.append(part.reshape(len(wire), *shape))
     return tuple(parts)
 
-  def joined_gradients(self, gradients: Sequence[Any]) -> Any:
-    """float32, of those arrays of rows that can have gradients."""
-    return jnp.concatenate([_flat(x.astype(np.float32)) for x in gradients], axis=1)
+  def joined_gradients(self, gradients: Sequence[Sequence[Any]]) -> Any:
+    """float32, of those arrays of rows that can have gradients: of a part of the rows each."""
+    columns = (jnp.concatenate(parts) for parts in zip(*gradients, strict=True))
+    return jnp.concatenate([_flat(x.astype(np.float32)) for x in columns], axis=1)
 
   def parted_gradients(self, gradients: Any) -> tuple[Any, ...]:
     """The inverse, in the dtypes of those arrays."""
@@ -108,12 +109,12 @@ class RowForm:
   ) -> tuple[tuple[Any, Any], Callable[..., Any]]:
     """The same, and what makes gradients of rows and constants of float32 dk and dv.
 
-    Those of rows are joined; those of constants are for constants that can have any, in float32.
+    They are those of arrays that can have any; those of constants in float32.
     """
     expand = self.expand
     if expand is None:
       k, v = rows
-      return (k, v), lambda dk, dv: (self.joined_gradients((dk, dv)), ())
+      return (k, v), lambda dk, dv: ((dk, dv), ())
     is_seen = seen_rows(slices, rows[0].shape[0])
     rows = without_hidden(rows, is_seen)
 
@@ -129,7 +130,7 @@ class RowForm:
       # Of a stage without a row that is seen, they may be NaN.
       is_any = is_seen.any()
       of_constants = [_wide(jnp.where(is_any, x, jnp.zeros_like(x))) for x in of_constants]
-      return self.joined_gradients(gradients), tuple(of_constants)
+      return tuple(gradients), tuple(of_constants)
 
     return (k, v), pull_back
 
