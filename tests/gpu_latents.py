@@ -1,8 +1,9 @@
-"""Compiles attention of 64 heads for eight GPUs with latents on the wire, and with expanded rows.
+"""Compiles attention of 64 heads for eight GPUs with latents on the wire, or with expanded rows.
 
-python -m tests.gpu_latents DEGREE TRANSPORT MASK LOCAL_LENGTH
+python -m tests.gpu_latents DEGREE TRANSPORT MASK LOCAL_LENGTH ROWS
 
-Prints both programs as scheduled, forward and backward, in this order: see `gpu_program`.
+ROWS is a list: `latents,expanded` makes two programs. Prints each as scheduled, forward and
+backward: see `gpu_program`.
 """
 
 import sys
@@ -20,7 +21,7 @@ from tests import gpu_program
 GPUS = 8
 HEADS, NOPE, ROPE, VALUE, RANK = 64, 128, 64, 128, 512
 # Of a token: what travels, in 16 bits.
-LATENT_WIDTH, EXPANDED_WIDTH = RANK + ROPE, HEADS * (NOPE + ROPE + VALUE)
+WIDTHS = {"latents": RANK + ROPE, "expanded": HEADS * (NOPE + ROPE + VALUE)}
 
 
 def expand(latent, kv_b):
@@ -30,12 +31,12 @@ def expand(latent, kv_b):
   return jnp.concatenate([both[..., :NOPE], rope], axis=-1), both[..., NOPE:]
 
 
-def compile_step(devices, key, is_latent):
+def compile_step(devices, key, rows):
   mesh = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
 
   def step(q, latent, kv_b, dout, key):
     def attend(q, latent, kv_b):
-      if is_latent:
+      if rows == "latents":
         call = jax_magi.calc_latent_attn
         return call(q, latent, key, expand=lambda rows: expand(rows, kv_b))[0]
       return jax_magi.calc_attn(q, *expand(latent, kv_b), key)[0]
@@ -50,7 +51,7 @@ def compile_step(devices, key, is_latent):
   length = key.spec.q_len
   shapes = [
     (length, HEADS, NOPE + ROPE),
-    (length, LATENT_WIDTH),
+    (length, WIDTHS["latents"]),
     (RANK, HEADS, NOPE + VALUE),
     (length, HEADS, VALUE),
   ]
@@ -64,11 +65,11 @@ def compile_step(devices, key, is_latent):
   return jitted.lower(*operands, tables).compile()
 
 
-def main(degree, transport, mask, local):
+def main(degree, transport, mask, local, kinds):
   devices = gpu_program.find_devices(1, GPUS)
   key = gpu_program.make_key(1, GPUS, int(degree), transport, mask, int(local))
-  for is_latent in (True, False):
-    print(compile_step(devices, key, is_latent).as_text())
+  for rows in kinds.split(","):
+    print(compile_step(devices, key, rows).as_text())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ _LONG_PAGES = {
   "docs/qk_clip.md",
   "docs/reference/attention.md",
   "docs/reference/context_parallel.md",
+  "docs/troubleshooting.md",
 }
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 

