@@ -12,6 +12,7 @@ from tests.compilation import quick_jit
 from tests.cp_runs import NATIVE
 
 HEADS, NOPE, ROPE, VALUE, RANK = 4, 8, 4, 8, 16
+_MOST_SLICES = 8  # Of a mask.
 
 
 def make_operands(rng, length, dtype=np.float32):
@@ -43,20 +44,23 @@ def expand(rows, params):
 def on_one_device(operands, mask, attend=None, **options):
   """Results and gradients by name. `attend` of q, latent and params replaces expanded attention."""
   q, latent, params, cotangents = operands
+  fixed = tuple(sorted(({"implementation": NATIVE} | options).items()))
+  # Masks of one length share a program.
+  return _on_one_device(attend, fixed, q, latent, params, cotangents, mask.pad(_MOST_SLICES))
 
+
+@functools.partial(quick_jit, static_argnums=(0, 1))
+def _on_one_device(attend, options, q, latent, params, cotangents, mask):
   def expanded(q, latent, params):
-    return jax_magi.attention(q, *expand(latent, params), mask, return_max_logits=True, **options)
+    given = dict(options) | {"return_max_logits": True}
+    return jax_magi.attention(q, *expand(latent, params), mask, **given)
 
-  @quick_jit
-  def both(q, latent, params, cotangents):
-    def fun(q, latent, params):
-      out, meta = (attend or expanded)(q, latent, params)
-      return (out, meta.lse), meta.max_logits
+  def fun(q, latent, params):
+    out, meta = (attend or expanded)(q, latent, params)
+    return (out, meta.lse), meta.max_logits
 
-    (out, lse), vjp, max_logits = jax.vjp(fun, q, latent, params, has_aux=True)
-    return named(out, lse, max_logits, vjp(cotangents))
-
-  return both(q, latent, params, cotangents)
+  (out, lse), vjp, max_logits = jax.vjp(fun, q, latent, params, has_aux=True)
+  return named(out, lse, max_logits, vjp(cotangents))
 
 
 def named(out, lse, max_logits, gradients):

@@ -14,7 +14,7 @@ import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key
 from tests import latent_runs
 from tests.accuracy import DTYPES, check_close
-from tests.cp_runs import LENGTH, MASKS, make_mesh
+from tests.cp_runs import LENGTH, MASKS, NATIVE, make_mesh
 from tests.latent_runs import check_equal, expand, make_operands, on_one_device, on_ranks
 from tests.sizes import in_turns
 
@@ -120,7 +120,7 @@ def test_rows_of_several_dtypes_travel_as_they_are():
   order = jax.tree.map(lambda x: jax_magi.dispatch(x, key), (latent, q))
   (_, out), grads = jax.jit(functools.partial(both, ranks))(*order)
   one_device = lambda q, latent: jax_magi.attention(q, *expand(latent), mask)  # noqa: E731
-  (_, want), want_grads = both(one_device, jax.tree.map(jnp.asarray, latent), q)
+  (_, want), want_grads = jax.jit(functools.partial(both, one_device))(latent, q)
   assert grads[0]["half"].dtype == jnp.bfloat16
   back = jax.tree.map(lambda x: jax_magi.undispatch(np.asarray(x), key), (out, grads))
   for (path, x), y in zip(
@@ -231,18 +231,20 @@ def test_layers_in_a_scan_with_checkpoint_and_vmap(transport):
     return jax.lax.scan(body, x, weights)[0]
 
   def ranks(x, weights, key):
-    attend = lambda q, x, key, expand: jax_magi.calc_latent_attn(q, x, key, expand=expand)[0]  # noqa: E731
+    attend = lambda q, x, key, expand: jax_magi.calc_latent_attn(  # noqa: E731
+      q, x, key, expand=expand, implementation=NATIVE
+    )[0]
     return jax.lax.psum((model(attend, x, key, weights, 1) ** 2).sum(), "cp")
 
   def one_device(x, weights):
-    attend = lambda q, x, mask, expand: jax_magi.attention(q, *expand(x), mask)[0]  # noqa: E731
-    rows = []
-    for i, mask in enumerate(masks):
-      y = x[i]
-      for w in weights:
-        y = layer(attend, y, w)(y, mask)
-      rows.append(y)
-    return sum((y**2).sum() for y in rows)
+    attend = lambda q, x, mask, expand: jax_magi.attention(  # noqa: E731
+      q, *expand(x), mask, implementation=NATIVE
+    )[0]
+    total = 0.0
+    for y, mask in zip(x, masks, strict=True):
+      body = lambda y, w, mask=mask: (layer(attend, y, w)(y, mask), None)  # noqa: E731
+      total += (jax.lax.scan(body, y, weights)[0] ** 2).sum()
+    return total
 
   order = np.stack([jax_magi.dispatch(row, key) for row, key in zip(x, keys, strict=True)])
   fun = jax.shard_map(

@@ -113,10 +113,11 @@ def test_vmap_of_vmap():
   slices = _masks(64, [10, 30])  # Over the outer axis only.
   nested = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)]
   fun = jax.grad(lambda *x: _loss(*x, None)[0], argnums=(0, 1, 2))
-  got = jax.vmap(jax.vmap(fun, (0, 0, 0, None)))(*nested, slices)
+  got = jax.jit(jax.vmap(jax.vmap(fun, (0, 0, 0, None))))(*nested, slices)
+  one = jax.jit(fun)
   for i in range(2):
     for j in range(3):
-      expected = fun(*(x[i, j] for x in nested), slices[i])
+      expected = one(*(x[i, j] for x in nested), slices[i])
       assert_trees_close([x[i, j] for x in got], list(expected))
 
 
@@ -170,10 +171,10 @@ def test_checkpoint_policy_can_keep_the_residuals(kept, names, num_forward_calls
     # In a scan, or XLA's common subexpression elimination could hide the second call.
     return jax.lax.scan(lambda x, _: (block(x), None), x, None, length=2)[0].sum()
 
-  text = jax.jit(jax.value_and_grad(loss)).lower(x).compile().as_text()
-  assert text.count(f'custom_call_target="{_TARGET}"') == num_forward_calls
-  plain = jax.grad(lambda x: block.__wrapped__(block.__wrapped__(x)).sum())(x)
-  np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), plain, rtol=1e-4, atol=1e-5)
+  step = jax.jit(jax.value_and_grad(loss)).lower(x).compile()
+  assert step.as_text().count(f'custom_call_target="{_TARGET}"') == num_forward_calls
+  plain = jax.grad(lambda x: block.__wrapped__(block.__wrapped__(x)).sum())
+  np.testing.assert_allclose(step(x)[1], jax.jit(plain)(x), rtol=1e-4, atol=1e-5)
 
 
 # --- shardings ---
@@ -208,7 +209,7 @@ def test_shard_map(implementation):
     loss, (out, meta) = jax.vmap(_loss, (0, None, None, 0, None))(q, k[0], v[0], slices, None)
     return loss.sum(), (out, meta.lse, meta.max_logits)
 
-  expected = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(q, k, v, slices)
+  expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2), has_aux=True))(q, k, v, slices)
   assert_trees_close(got, expected)
 
 
@@ -243,6 +244,9 @@ def _btnh(q, k, v):
   return out, lse, max_logits, vjp((out, lse))
 
 
+_btnh_on_one_device = jax.jit(_btnh)
+
+
 @pytest.mark.parametrize("spec", _SPECS)
 @pytest.mark.parametrize("num_kv_heads", [8, 4])
 def test_jit_keeps_batch_and_head_shardings(spec, num_kv_heads):
@@ -258,7 +262,7 @@ def test_jit_keeps_batch_and_head_shardings(spec, num_kv_heads):
     assert collective not in compiled.as_text()
   got = compiled(*sharded)
   assert got[0].sharding.is_equivalent_to(sharding, 4)
-  assert_trees_close(got, _btnh(*arrays))
+  assert_trees_close(got, _btnh_on_one_device(*arrays))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,7 @@ def test_query_heads_stay_split_over_more_devices_than_kv_heads(num_kv_heads, ax
   assert not re.search(r"\[4,64,8,16\]\S* (all-|collective-)", compiled.as_text())
   got = compiled(*sharded)
   assert got[0].sharding.is_equivalent_to(shardings[0], 4)
-  assert_trees_close(got, _btnh(*arrays))
+  assert_trees_close(got, _btnh_on_one_device(*arrays))
 
 
 @pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, None, "x"), P(None, None, "x")])
@@ -287,7 +291,7 @@ def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
   mesh = _mesh(AxisType.Auto)
   shardings = [NamedSharding(mesh, spec), *[NamedSharding(mesh, P())] * 2]
   sharded = [jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)]
-  assert_trees_close(jax.jit(_btnh)(*sharded), _btnh(*arrays))
+  assert_trees_close(jax.jit(_btnh)(*sharded), _btnh_on_one_device(*arrays))
 
 
 @pytest.mark.usefixtures("without_kept_programs")
@@ -318,7 +322,7 @@ def test_shardings_are_kept_on_meshes_with_many_axes(spec):
 def test_explicit_axes(spec):
   mesh = _mesh(AxisType.Explicit)
   arrays = _batch()
-  expected = _btnh(*arrays)
+  expected = _btnh_on_one_device(*arrays)
   with jax.set_mesh(mesh):
     sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
     got = jax.jit(_btnh)(*sharded)
@@ -417,13 +421,11 @@ def test_traced_slices_may_reach_beyond_the_arrays(implementation):
   length = 600
   q, k, v = normals((length, 4, 8), (length, 2, 8), (length, 2, 8))
   beyond = np.array([[-5, length + 9, -7, length + 100, -(2**30), 2**30]], np.int32)
-  fun = jax.jit(functools.partial(_loss, implementation=implementation, sink=None))
-  options = {"rtol": 1e-6}
-  found = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(q, k, v, beyond)
-  wanted = jax.value_and_grad(fun, (0, 1, 2), has_aux=True)(
-    q, k, v, AttentionMask.full(length).slices
-  )
-  jax.tree.map(functools.partial(np.testing.assert_allclose, **options), found, wanted)
+  fun = functools.partial(_loss, implementation=implementation, sink=None)
+  step = jax.jit(jax.value_and_grad(fun, (0, 1, 2), has_aux=True))
+  found = step(q, k, v, beyond)
+  wanted = step(q, k, v, AttentionMask.full(length).slices)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
 
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
