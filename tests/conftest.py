@@ -1,3 +1,4 @@
+import collections
 import gc
 import os
 from pathlib import Path
@@ -42,15 +43,28 @@ def pytest_collection_finish():
   gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
-  """Skips tests marked `gpu` on machines without a GPU."""
+@pytest.hookimpl(trylast=True)  # What `-k` and `-m` leave out is gone by then.
+def pytest_collection_modifyitems(config, items):
+  """Without a GPU, skips tests marked `gpu`: the first of each file, which stands for the others.
+
+  There are thousands, and each skip takes two milliseconds.
+  """
   import jax
 
   if any(d.platform == "gpu" for d in jax.devices()):
     return
+  kept, others = [], []
+  first_of = {}
   for item in items:
-    if item.get_closest_marker("gpu"):
-      item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    needs_gpu = item.get_closest_marker("gpu") is not None
+    stands_behind = needs_gpu and first_of.setdefault(item.path, item) is not item
+    (others if stands_behind else kept).append(item)
+  counts = collections.Counter(item.path for item in others)
+  for path, item in first_of.items():
+    more = f", as do {counts[path]} more tests of the file" if counts[path] else ""
+    item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU{more}"))
+  items[:] = kept
+  config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture
