@@ -54,6 +54,7 @@ def _btnh(q, k, v, bias, slopes, **options):
 
 
 _gradients = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4))
+_gradients_of_btnh = jax.jit(_gradients(_btnh))
 
 
 # --- 64-bit types ---
@@ -250,20 +251,19 @@ def test_jit_keeps_batch_and_head_shardings(spec, bias):
   arrays = (*_arrays(), _bias(bias), _slopes())
   sharding = NamedSharding(mesh, _SPECS[spec])
   sharded = [*(jax.device_put(x, sharding) for x in arrays[:3]), *arrays[3:]]
-  run = jax.jit(_gradients(_btnh))
-  compiled = run.lower(*sharded).compile()
+  compiled = _gradients_of_btnh.lower(*sharded).compile()
   for line in compiled.as_text().splitlines():
     if "custom-call" in line and any(target in line for target in _TARGETS):
       assert f"[{_BATCH},{_LENGTH},{_HEADS}," not in line
-  assert_trees_close(compiled(*sharded), run(*arrays), rtol=1e-4, atol=1e-5)
+  expected = _gradients_of_btnh(*arrays)
+  assert_trees_close(compiled(*sharded), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", ["bhqk", "11qk"])
-@pytest.mark.parametrize("spec", _SPECS)
+@pytest.mark.parametrize(("spec", "bias"), in_turns(_SPECS, ["bhqk", "11qk"]))
 def test_explicit_axes(spec, bias):
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
   arrays = (*_arrays(), _bias(bias), _slopes())
-  expected = jax.jit(_gradients(_btnh))(*arrays)
+  expected = _gradients_of_btnh(*arrays)
   with jax.set_mesh(mesh):
     sharded = [jax.device_put(x, NamedSharding(mesh, _SPECS[spec])) for x in arrays[:3]]
     rest = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays[3:]]
@@ -281,7 +281,7 @@ def test_shard_map(implementation):
 
   sharded = jax.shard_map(local, mesh=mesh, in_specs=(*[P("x")] * 3, P(), P()), out_specs=P())
   got = jax.jit(_gradients(sharded))(*arrays)
-  expected = jax.jit(_gradients(_btnh))(*arrays)
+  expected = _gradients_of_btnh(*arrays)
   assert_trees_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -291,7 +291,7 @@ def test_shard_map(implementation):
 def test_checkpoint():
   arrays = (*_arrays(), _bias("1hqk"), _slopes())
   got = jax.jit(_gradients(jax.checkpoint(_btnh)))(*arrays)
-  assert_trees_close(got, jax.jit(_gradients(_btnh))(*arrays))
+  assert_trees_close(got, _gradients_of_btnh(*arrays))
 
 
 def test_scan():
@@ -317,11 +317,10 @@ def test_scan():
 
 def test_export_round_trip():
   arrays = (*_arrays(), _bias("1hqk"), _slopes())
-  fun = jax.jit(_gradients(_btnh))
   allowed = [jax.export.DisabledSafetyCheck.custom_call(target) for target in _TARGETS]
-  exported = jax.export.export(fun, disabled_checks=allowed)(*arrays)
+  exported = jax.export.export(_gradients_of_btnh, disabled_checks=allowed)(*arrays)
   restored = jax.export.deserialize(exported.serialize())
-  assert_trees_close(restored.call(*arrays), fun(*arrays), rtol=0, atol=0)
+  assert_trees_close(restored.call(*arrays), _gradients_of_btnh(*arrays), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key
 from tests.accuracy import make_inputs
-from tests.cp_runs import LENGTH, MASKS, make_mesh, on_one_device
+from tests.cp_runs import LENGTH, MASKS, NATIVE, make_mesh, on_one_device
 from tests.sizes import in_turns
 
 
@@ -34,14 +34,16 @@ def test_scan_over_layers_with_checkpoint():
     return layer
 
   def one_device(weights):
-    attend = lambda q, k, v: jax_magi.attention(q, k, v, mask, return_max_logits=True)  # noqa: E731
+    attend = lambda q, k, v: jax_magi.attention(  # noqa: E731
+      q, k, v, mask, return_max_logits=True, implementation=NATIVE
+    )
     out, maxima = jax.lax.scan(model(attend), x, weights)
     return (out**2).sum(), maxima
 
   def ranks(weights):
     def body(x, key, weights):
       attend = lambda q, k, v: jax_magi.calc_attn(  # noqa: E731
-        q, k, v, key, return_max_logits=True, reduce_max_logits=False
+        q, k, v, key, return_max_logits=True, reduce_max_logits=False, implementation=NATIVE
       )
       out, maxima = jax.lax.scan(model(attend), x, weights)
       loss = jax.lax.psum((out**2).sum(), "cp")
@@ -100,17 +102,16 @@ def test_whole_arrays_with_batch_and_heads(axis_type, is_stack):
 
   with jax.set_mesh(mesh):
     (_, (out, meta)), grads = fun(q, k, v, sink, key)
+
+  def one_device(q, k, v, sink, dout, mask):
+    out, meta = jax_magi.attention(q, k, v, mask, sink=sink, return_max_logits=True)
+    return (out * dout).sum(), (out, meta)
+
+  one_row = jax.jit(jax.value_and_grad(one_device, (0, 1, 2, 3), has_aux=True))
   dsink = 0.0
   for i, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-
-    def one_device(q, k, v, sink, row=row, mask=mask):
-      out, meta = jax_magi.attention(q, k, v, mask, sink=sink, return_max_logits=True)
-      return (out * row.dout).sum(), (out, meta)
-
-    arguments = (row.q, row.k, row.v, sink)
-    (_, (want, want_meta)), want_grads = jax.value_and_grad(one_device, (0, 1, 2, 3), has_aux=True)(
-      *arguments
-    )
+    arguments = (row.q, row.k, row.v, sink, row.dout, mask.pad(5))
+    (_, (want, want_meta)), want_grads = one_row(*arguments)
     back = lambda x, i=i: jax_magi.undispatch(np.asarray(x)[i], keys[i])  # noqa: E731
     np.testing.assert_allclose(back(out), want, atol=1e-5)
     np.testing.assert_allclose(back(meta.lse), want_meta.lse, atol=1e-5)
@@ -226,7 +227,7 @@ def test_batches_of_batches():
   order = np.stack(
     [np.stack([jax_magi.dispatch(row, k) for row, k in zip(b, keys, strict=True)]) for b in x]
   )
-  attend = lambda x, key: jax_magi.calc_attn(x, x, x, key)[0]  # noqa: E731
+  attend = lambda x, key: jax_magi.calc_attn(x, x, x, key, implementation=NATIVE)[0]  # noqa: E731
   inner = jax.vmap(jax.vmap(attend, (0, 1)), (0, None))
   outer = jax.vmap(jax.vmap(attend, (0, None)), (1, 1), 1)
   for fun in (inner, outer):

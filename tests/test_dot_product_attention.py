@@ -130,9 +130,10 @@ def test_one_mask_for_each_row_of_the_batch(xp, is_traced):
     return jnp.sum(out * np.cos(np.arange(16, dtype=np.float32))[None, None, None]), out
 
   run = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
-  (_, out), grads = (jax.jit(run) if is_traced else run)(q, k, v, masks)
+  step = jax.jit(run)
+  (_, out), grads = (step if is_traced else run)(q, k, v, masks)
   for i, mask in enumerate(_MASKS):
-    (_, expected), expected_grads = run(*(x[i : i + 1] for x in (q, k, v)), mask)
+    (_, expected), expected_grads = step(*(x[i : i + 1] for x in (q, k, v)), mask)
     np.testing.assert_allclose(out[i], expected[0], rtol=1e-5, atol=1e-6)
     for a, b in zip(grads, expected_grads, strict=True):
       np.testing.assert_allclose(a[i], b[0], rtol=1e-4, atol=1e-5)

@@ -55,8 +55,17 @@ def test_one_level_is_right(per_node):
 
 
 @pytest.mark.usefixtures("no_clock")
-@pytest.mark.parametrize("per_node", [4, pytest.param(2, marks=pytest.mark.long)])
-def test_two_levels_are_right(per_node):
+@pytest.mark.parametrize(
+  ("per_node", "degrees"),
+  [
+    (4, (2,)),
+    pytest.param(4, (1, 2), marks=pytest.mark.long),
+    pytest.param(2, (1, 2), marks=pytest.mark.long),
+  ],
+  ids=str,
+)
+def test_two_levels_are_right(monkeypatch, per_node, degrees):
+  monkeypatch.setattr(api, "_DEGREES", degrees)
   report = jax_magi.check_exchange(
     make_mesh(cp=8), ranks_per_node=per_node, transports=["two_level"], **_SMALL
   )

@@ -42,7 +42,7 @@ def masks(draw):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@hypothesis.settings(max_examples=130, deadline=None)
+@hypothesis.settings(max_examples=80, deadline=None)
 @hypothesis.given(mask=masks(), seed=st.integers(0, 2**31), sink=st.booleans())
 def test_random_mask_on_cpu(dtype, mask, seed, sink):
   rng = np.random.default_rng(seed)

@@ -136,11 +136,18 @@ def _all_stages(config, q, k, v, dout, sink):
   )
 
 
+@functools.cache
+def _compiled_stages(implementation):
+  """Several tests compare with it."""
+  config = ops.AttentionConfig(0.3, implementation=implementation)
+  return quick_jit(functools.partial(_all_stages, config))
+
+
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_vmap_is_a_batch(implementation):
   fun = functools.partial(_all_stages, ops.AttentionConfig(0.3, implementation=implementation))
   operands = _batch()
-  expected = quick_jit(fun)(*operands)
+  expected = _compiled_stages(implementation)(*operands)
   mapped = quick_jit(jax.vmap(fun))(*(x[:, None] for x in operands))
   assert_trees_close([x[:, 0] for x in mapped], list(expected))
 
@@ -152,19 +159,18 @@ def test_shardings_are_kept(implementation, spec):
   if len(devices) < 2:
     pytest.skip("needs two devices")
   mesh = Mesh(np.array(devices), "x")
-  fun = functools.partial(_all_stages, ops.AttentionConfig(0.3, implementation=implementation))
+  fun = _compiled_stages(implementation)
   operands = _batch()
-  expected = quick_jit(fun)(*operands)
+  expected = fun(*operands)
 
   def put(x):
     dims = (spec[0], None, spec[1], None) if x.ndim == 4 else spec
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
-  sharded = quick_jit(fun)
   placed = [put(x) for x in operands]
-  assert_trees_close(list(sharded(*placed)), list(expected))
+  assert_trees_close(list(fun(*placed)), list(expected))
   if implementation == "cpu":
-    text = sharded.lower(*placed).compile().as_text()
+    text = fun.lower(*placed).compile().as_text()
     assert "all-gather" not in text
 
 

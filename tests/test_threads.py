@@ -68,7 +68,7 @@ def _call_in_threads(num_threads: int, seconds: float, dtype: Any = np.float32) 
 
 
 def test_threads_get_what_one_thread_gets():
-  _call_in_threads(num_threads=8, seconds=2.0)
+  _call_in_threads(num_threads=8, seconds=1.0)
 
 
 def _resident_bytes() -> int:
