@@ -19,7 +19,7 @@ from jax_magi._src.context_parallel.schedule import (
   steps_of,
 )
 from jax_magi._src.native.backends import CUDA
-from tests.cp_runs import make_mesh
+from tests.cp_runs import NATIVE, make_mesh
 from tests.sizes import in_turns
 
 
@@ -117,10 +117,10 @@ def test_slices_of_parts_show_the_same():
     np.testing.assert_array_equal(seen, dense[:, begin:end])
 
 
-def _step(key, **options):
+def _step(key, implementation=NATIVE, **options):
   def step(q, k, v, key):
     def attend(q, k, v):
-      return jax_magi.calc_attn(q, k, v, key, **options)[0]
+      return jax_magi.calc_attn(q, k, v, key, implementation=implementation, **options)[0]
 
     out, backward = jax.vjp(attend, q, k, v)
     return out, backward(out)
@@ -185,7 +185,7 @@ def test_the_kernel_barrier_is_in_the_program_of_a_gpu():
   key = _documents_key()
   operands = _operands(key, 1024)
   for with_barrier, count in ((False, 0), (True, 6)):
-    lowered = _step(key, kernel_barrier=with_barrier).trace(
+    lowered = _step(key, implementation=None, kernel_barrier=with_barrier).trace(
       *(x.astype(jnp.bfloat16) for x in operands[:3]), key
     )
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
@@ -206,7 +206,8 @@ def test_stages_without_a_row_to_fetch():
   def gradients(attend):
     return jax.jit(jax.grad(lambda *x: (attend(*x)[0] ** 2).sum(), (0, 1, 2)))(q, k, v)
 
-  got = gradients(lambda *x: jax_magi.context_parallel_attention(*x, key, mesh=mesh))
-  expected = gradients(lambda *x: jax_magi.attention(*x, mask))
+  options = {"implementation": NATIVE}
+  got = gradients(lambda *x: jax_magi.context_parallel_attention(*x, key, mesh=mesh, **options))
+  expected = gradients(lambda *x: jax_magi.attention(*x, mask, **options))
   for a, b in zip(got, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

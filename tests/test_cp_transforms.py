@@ -285,7 +285,10 @@ def test_checkpoint_policy_can_keep_the_results_of_ranks(saves, keep_remote_kv):
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
     def layer(x):
       attended, _ = jax_magi.calc_attn(
-        x, x, x, key, keep_remote_kv=keep_remote_kv, checkpoint_names=own
+        *(x, x, x, key),
+        keep_remote_kv=keep_remote_kv,
+        checkpoint_names=own,
+        implementation=NATIVE,
       )
       return jnp.sin(attended)
 

@@ -103,16 +103,6 @@ def test_masks_made_of_slices(name, is_causal, is_padded):
   _assert_close(ours, theirs)
 
 
-def _takes_boolean_masks():
-  x = jnp.zeros((1, 2, 1, 8))
-  try:
-    jax_magi.dot_product_attention(x, x, x, mask=jnp.ones((1, 1, 2, 2), bool))
-  except NotImplementedError:
-    return False
-  return True
-
-
-@pytest.mark.skipif(not _takes_boolean_masks(), reason="dot_product_attention takes no such mask")
 @pytest.mark.parametrize(
   ("name", "is_causal", "is_padded"), in_turns(MODULES, [True, False], [True, False])
 )

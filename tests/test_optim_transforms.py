@@ -39,14 +39,21 @@ from tests.compilation import quick_jit
 pytestmark = pytest.mark.usefixtures("with_promotion")  # Optax needs it.
 
 
-def _run(optimizer, params, grads, statistics):
-  """Parameters after each step, and the last state."""
+@functools.cache
+def _step_of(update):
+  """One program for all runs of an optimizer."""
 
   @quick_jit
   def step(params, state, grad, max_logits):
-    updates, state = optimizer.update(grad, state, params, max_logits=max_logits)
+    updates, state = update(grad, state, params, max_logits=max_logits)
     return optax.apply_updates(params, updates), state
 
+  return step
+
+
+def _run(optimizer, params, grads, statistics):
+  """Parameters after each step, and the last state."""
+  step = _step_of(optimizer.update)
   state, seen = optimizer.init(params), []
   for grad, max_logits in zip(grads, statistics, strict=True):
     params, state = step(params, state, grad, max_logits)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_magi import AttentionMask, explain_softmax, fused_scale_mask_softmax
 from jax_magi._src.native import backends
 from tests.arrays import assert_trees_close
+from tests.sizes import in_turns
 
 _FORWARD = "jax_magi_softmax_forward"
 _BACKWARD = "jax_magi_softmax_backward"
@@ -36,6 +37,9 @@ def _gradients(fun):
   return jax.value_and_grad(fun, argnums=(0, 2), has_aux=True)
 
 
+_gradients_on_one_device = jax.jit(_gradients(_loss))
+
+
 # --- vmap ---
 
 
@@ -47,7 +51,7 @@ def test_vmap_is_a_loop(implementation, axes):
   x, mask, _, offset = _arrays()
   operands = [a if axis == 0 else a[0] for a, axis in zip((x, mask, offset), axes, strict=True)]
   fun = jax.jit(_gradients(functools.partial(_loss, implementation=implementation)))
-  got = jax.vmap(fun, axes)(*operands)
+  got = jax.jit(jax.vmap(fun, axes))(*operands)
   for i in range(4):
     single = [a[i] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
     _close(jax.tree.map(lambda a, i=i: a[i], got), fun(*single))
@@ -66,11 +70,12 @@ def test_vmap_of_vmap(mapped):
     return jax.grad(lambda x: _loss(x, mask, None)[0])(x)
 
   nested = jax.vmap(fun, (0, 0 if inner else None))
-  got = jax.vmap(nested, (0, 0 if outer else None))(x, mask)
+  got = jax.jit(jax.vmap(nested, (0, 0 if outer else None)))(x, mask)
+  one = jax.jit(fun)
   for i in range(2):
     for j in range(3):
       part = mask[i] if outer else mask
-      _close(got[i, j], fun(x[i, j], part[j] if inner else part))
+      _close(got[i, j], one(x[i, j], part[j] if inner else part))
 
 
 def test_vmap_over_another_axis():
@@ -165,7 +170,7 @@ def test_shard_map(implementation):
     check_vma=True,
   )
   got = jax.jit(_gradients(sharded))(x, mask, offset[0])
-  _close(got, _gradients(_loss)(x, mask, offset[0]))
+  _close(got, _gradients_on_one_device(x, mask, offset[0]))
 
 
 _SPECS = {"batch": P("x"), "heads": P(None, "x"), "batch_and_heads": P("x", "y")}
@@ -176,8 +181,10 @@ def _outputs(x, mask, offset):
   return y, vjp(jnp.cos(y))
 
 
-@pytest.mark.parametrize("spec", _SPECS)
-@pytest.mark.parametrize("operand", ["none", "mask_per_batch", "bias_per_head", "shared_mask"])
+@pytest.mark.parametrize(
+  ("operand", "spec"),
+  in_turns(["none", "mask_per_batch", "bias_per_head", "shared_mask"], _SPECS),
+)
 def test_jit_keeps_batch_and_head_shardings(spec, operand):
   x, mask, _, _ = _arrays()
   mask = {
@@ -200,7 +207,7 @@ def test_jit_keeps_batch_and_head_shardings(spec, operand):
     assert collective not in compiled.as_text()
   got = compiled(sharded, mask)
   assert all(a.sharding.is_equivalent_to(sharding, 4) for a in got)
-  _close(got, fun(x, mask))
+  _close(got, jax.jit(fun)(x, mask))
 
 
 @pytest.mark.parametrize("spec", [P(None, None, "x"), P("x", None, None, None), P(None, "x")])
@@ -210,14 +217,14 @@ def test_jit_with_an_offset_is_right_whatever_the_sharding(spec):
   mask = np.concatenate([mask, mask], axis=2)[:, :, :8]
   sharded = jax.device_put(x, NamedSharding(_mesh(AxisType.Auto), spec))
   got = jax.jit(_outputs)(sharded, mask, offset[0])
-  _close(got, _outputs(x, mask, offset[0]))
+  _close(got, jax.jit(_outputs)(x, mask, offset[0]))
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 def test_explicit_axes(spec):
   x, mask, _, offset = _arrays()
   mesh = _mesh(AxisType.Explicit)
-  expected = _outputs(x, mask, offset[0])
+  expected = jax.jit(_outputs)(x, mask, offset[0])
   with jax.set_mesh(mesh):
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
     got = jax.jit(_outputs)(sharded, mask, offset[0])
@@ -231,13 +238,11 @@ def test_explicit_axes(spec):
 def test_export_round_trip():
   x, mask, _, offset = _arrays()
 
-  def fun(x, mask, offset):
-    return _gradients(_loss)(x, mask, offset)
-
+  operands = (x, mask, offset[0])
   allowed = [jax.export.DisabledSafetyCheck.custom_call(t) for t in (_FORWARD, _BACKWARD)]
-  exported = jax.export.export(jax.jit(fun), disabled_checks=allowed)(x, mask, offset[0])
+  exported = jax.export.export(_gradients_on_one_device, disabled_checks=allowed)(*operands)
   restored = jax.export.deserialize(exported.serialize())
-  _close(restored.call(x, mask, offset[0]), fun(x, mask, offset[0]))
+  _close(restored.call(*operands), _gradients_on_one_device(*operands))
 
 
 def test_platforms_without_native_kernels_get_plain_jax():
