@@ -178,7 +178,10 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=pytest.mark.long) if "documents" in name else name for name in MANY],
+)
 def test_memory_of_many_chunks(name):
   mask, cp_size, chunk_size, width = MANY[name]
   tracemalloc.start()
