@@ -65,7 +65,7 @@ def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
 
 @pytest.mark.parametrize(
   ("overlap_degree", "transport", "ranks_per_node"),
-  in_turns([1, 2, 4], ["two_level", "all_to_all"], [2, 4]),
+  in_turns([1, 2, 4], ["two_level", "all_to_all"], [2, 4], every=2),
 )
 def test_queries_in_one_stage_each(overlap_degree, transport, ranks_per_node):
   check_all_masks(
@@ -106,7 +106,7 @@ def test_one_rank_has_nothing_to_overlap_with():
   check_results(run(inputs, key, make_mesh(cp=1)), inputs, mask)
 
 
-@pytest.mark.parametrize(("overlap_degree", "dtype"), in_turns([0, 1, 3], ["bf16", "f16"]))
+@pytest.mark.parametrize(("overlap_degree", "dtype"), in_turns([0, 1, 3], ["bf16", "f16"], every=2))
 def test_low_precision(dtype, overlap_degree):
   mask = MASKS["documents"]
   inputs = make_inputs(

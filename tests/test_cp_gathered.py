@@ -1,6 +1,7 @@
 """Context parallelism without a plan: slices in the graph, and all keys on all ranks."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -111,9 +112,20 @@ def test_explicit_axes_and_a_window():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+  ("axis_type", "order", "keeps"),
+  [
+    (AxisType.Auto, "zigzag", False),
+    (AxisType.Explicit, "contiguous", True),
+    *(
+      pytest.param(*values, marks=pytest.mark.long)
+      for values in itertools.product(
+        (AxisType.Auto, AxisType.Explicit), ("zigzag", "contiguous"), (False, True)
+      )
+    ),
+  ],
+  ids=str,
+)
 def test_all_orders_on_all_meshes(axis_type, order, keeps):
   _check(make_mesh(axis_type, dp=2, cp=2, tp=2), order, (6, 0), keep_remote_kv=keeps)
 

@@ -16,6 +16,7 @@ _LONG_PAGES = {
   "docs/attention.md",
   "docs/context_parallel.md",
   "docs/guides/context_parallel.md",
+  "docs/guides/gqa.md",
   "docs/guides/memory.md",
   "docs/guides/mla.md",
   "docs/guides/muon_clip.md",
@@ -27,6 +28,7 @@ _LONG_PAGES = {
   "docs/qk_clip.md",
   "docs/reference/attention.md",
   "docs/reference/context_parallel.md",
+  "docs/reference/optim.md",
   "docs/troubleshooting.md",
 }
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

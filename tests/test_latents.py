@@ -57,7 +57,7 @@ def test_options(options):
   check_equal(on_ranks(_operands(), key, make_mesh(cp=4), **options), _expected("window", **shared))
 
 
-@pytest.mark.parametrize(("overlap_degree", "keeps"), in_turns([1, 2, 4], [False, True]))
+@pytest.mark.parametrize(("overlap_degree", "keeps"), in_turns([2, 4, 1], [False, True], every=2))
 def test_stages_of_whole_queries(overlap_degree, keeps):
   """Forward stages expand all rows that came so far; backward stages those of one transfer."""
   options = {"overlap_degree": (overlap_degree,), "links": jax_magi.Links(merge_seconds=1.0)}
