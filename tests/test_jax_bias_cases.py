@@ -155,7 +155,9 @@ def test_bias_of_one_number_has_no_gradient():
   check_close("dbias", vjp(dout)[0], zero, zero, np.float32)
 
 
-@pytest.mark.parametrize(("shape", "is_known", "dtype"), in_turns(SHAPES, [False, True], DTYPES))
+@pytest.mark.parametrize(
+  ("shape", "is_known", "dtype"), in_turns(SHAPES, [False, True], DTYPES, every=2)
+)
 def test_boolean_mask(shape, is_known, dtype):
   _check({}, _arrays("gqa", dtype), mask=_bool_mask(shape), is_mask_known=is_known)
 
@@ -166,7 +168,7 @@ def test_boolean_mask_of_few_slices(is_known):
   _check({"is_causal": True}, _arrays("gqa", "f32"), mask=mask, is_mask_known=is_known)
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turns(COMBINATIONS, DTYPES))
+@pytest.mark.parametrize(("name", "dtype"), in_turns(COMBINATIONS, DTYPES, every=2))
 def test_combination(name, dtype):
   options = dict(COMBINATIONS[name])
   bias, mask = options.pop("bias", None), options.pop("mask", None)
