@@ -1,5 +1,7 @@
 """The cases with bias and boolean masks in which JAX tests `jax.nn.dot_product_attention`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import jax_magi
 from tests.accuracy import DTYPES, check_close
 from tests.arrays import normals
 from tests.compilation import jit_as_written, promotion, quick_jit
+from tests.cp_runs import NATIVE
 from tests.sizes import in_turns
 
 BATCH, Q_LEN, K_LEN, DIM = 3, 36, 40, 16
@@ -115,7 +118,8 @@ def _check(options, arrays, bias=None, mask=None, *, is_mask_known=False, wrap=l
 
   The mask is an argument of our program, or a constant of it.
   """
-  attention = wrap(_call(jax_magi.dot_product_attention, options))
+  attend = functools.partial(jax_magi.dot_product_attention, implementation=NATIVE)
+  attention = wrap(_call(attend, options))
   ours = quick_jit(
     lambda *operands, mask=mask: _run(attention, *operands, mask),
   )(*arrays, bias, **({} if is_mask_known else {"mask": mask}))
