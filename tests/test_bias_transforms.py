@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, reference
 from tests.arrays import assert_trees_close, normals
+from tests.cp_runs import NATIVE
 from tests.sizes import in_turns
 
 _BATCH, _LENGTH, _HEADS = 4, 40, 8
@@ -46,9 +47,14 @@ def _loss(q, k, v, bias, slopes, implementation=None, slices=None):
   return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(meta.lse))
 
 
-def _btnh(q, k, v, bias, slopes, **options):
+def _btnh(q, k, v, bias, slopes, implementation=NATIVE, **options):
   out, lse = jax_magi.dot_product_attention(
-    q, k, v, bias, alibi_slopes=slopes, is_causal=True, return_residual=True, **options
+    *(q, k, v, bias),
+    alibi_slopes=slopes,
+    is_causal=True,
+    return_residual=True,
+    implementation=implementation,
+    **options,
   )
   return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
 
@@ -267,7 +273,7 @@ def test_explicit_axes(spec, bias):
   with jax.set_mesh(mesh):
     sharded = [jax.device_put(x, NamedSharding(mesh, _SPECS[spec])) for x in arrays[:3]]
     rest = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays[3:]]
-    got = jax.jit(_gradients(_btnh))(*sharded, *rest)
+    got = jax.jit(_gradients(functools.partial(_btnh, implementation=None)))(*sharded, *rest)
   assert_trees_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -355,7 +361,7 @@ def test_symbolic_batch():
 
   def gradients(*operands):
     *operands, mask = operands
-    return _gradients(functools.partial(_btnh, mask=mask))(*operands)
+    return _gradients(functools.partial(_btnh, implementation=None, mask=mask))(*operands)
 
   (batch,) = jax.export.symbolic_shape("b")
   types = [

@@ -16,6 +16,7 @@ from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import intersected
 from tests import dense
 from tests.arrays import assert_trees_close, normals
+from tests.cp_runs import NATIVE
 from tests.sizes import in_turns
 from tests.test_random_masks import masks
 
@@ -98,7 +99,12 @@ def test_arguments_intersect(names, masks_are):
 
   def run(q, k, v, arrays):
     out, meta = jax_magi.dot_product_attention(
-      q, k, v, **arrays, **static, return_meta=True, return_max_logits=True
+      *(q, k, v),
+      **arrays,
+      **static,
+      return_meta=True,
+      return_max_logits=True,
+      implementation=NATIVE,
     )
     return out, meta.lse, meta.max_logits
 

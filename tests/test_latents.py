@@ -113,13 +113,17 @@ def test_rows_of_several_dtypes_travel_as_they_are():
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, q)
 
   def ranks(q, latent):
-    fun = lambda q, latent, key: jax_magi.calc_latent_attn(q, latent, key, expand=expand)[0]  # noqa: E731
+    fun = lambda q, latent, key: jax_magi.calc_latent_attn(  # noqa: E731
+      q, latent, key, expand=expand, implementation=NATIVE
+    )[0]
     fun = jax.shard_map(fun, mesh=make_mesh(cp=4), in_specs=P("cp"), out_specs=P("cp"))
     return fun(q, latent, key), None
 
   order = jax.tree.map(lambda x: jax_magi.dispatch(x, key), (latent, q))
   (_, out), grads = jax.jit(functools.partial(both, ranks))(*order)
-  one_device = lambda q, latent: jax_magi.attention(q, *expand(latent), mask)  # noqa: E731
+  one_device = lambda q, latent: jax_magi.attention(  # noqa: E731
+    q, *expand(latent), mask, implementation=NATIVE
+  )
   (_, want), want_grads = jax.jit(functools.partial(both, one_device))(latent, q)
   assert grads[0]["half"].dtype == jnp.bfloat16
   back = jax.tree.map(lambda x: jax_magi.undispatch(np.asarray(x), key), (out, grads))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask
 from tests.arrays import assert_trees_close, normals
+from tests.cp_runs import NATIVE
 from tests.sizes import in_turns, name_of
 
 _IMPLEMENTATIONS = ["cpu", "blockwise"]
@@ -37,7 +38,7 @@ def _masks(length, cuts):
   return np.stack(slices)
 
 
-def _loss(q, k, v, slices, sink, implementation=None):
+def _loss(q, k, v, slices, sink, implementation=NATIVE):
   mask = AttentionMask(slices, q.shape[0], k.shape[0])
   out, meta = jax_magi.attention(
     q, k, v, mask, sink=sink, return_max_logits=True, implementation=implementation
@@ -233,10 +234,14 @@ _SPECS = {
 }
 
 
-def _btnh(q, k, v):
+def _btnh(q, k, v, implementation=NATIVE):
   def fun(q, k, v):
     out, meta = jax_magi.dot_product_attention(
-      q, k, v, is_causal=True, return_meta=True, return_max_logits=True
+      *(q, k, v),
+      is_causal=True,
+      return_meta=True,
+      return_max_logits=True,
+      implementation=implementation,
     )
     return (out, meta.lse), meta.max_logits
 
@@ -325,7 +330,7 @@ def test_explicit_axes(spec):
   expected = _btnh_on_one_device(*arrays)
   with jax.set_mesh(mesh):
     sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
-    got = jax.jit(_btnh)(*sharded)
+    got = jax.jit(functools.partial(_btnh, implementation=None))(*sharded)
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
   assert_trees_close(jax.device_get(got), jax.device_get(expected))
 
