@@ -55,7 +55,8 @@ def test_huge_logits_give_no_nan(implementation):
     out, meta = jax_magi.attention(q, k, v, mask, implementation=implementation, **options)
     return jnp.sum(out**2) + jnp.sum(meta.lse), (out, meta.lse)
 
-  grads, (out, lse) = jax.grad(loss, (0, 1, 2), has_aux=True)(inputs.q, inputs.k, inputs.v)
+  gradients = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+  grads, (out, lse) = gradients(inputs.q, inputs.k, inputs.v)
   for x in (*grads, out, lse):
     assert np.isfinite(x).all()
   truth, _ = expected_results(inputs, mask, **options)
@@ -102,8 +103,10 @@ def test_x64_changes_nothing():
   inputs = make_inputs(np.random.default_rng(7), np.float32, 40, 40, 2, 2, 16, 16)
   mask = AttentionMask.causal(40)
 
+  @jax.jit
+  @jax.grad
   def gradient(q):
-    return jax.grad(lambda q: jnp.sum(jax_magi.attention(q, inputs.k, inputs.v, mask)[0]))(q)
+    return jnp.sum(jax_magi.attention(q, inputs.k, inputs.v, mask)[0])
 
   expected = gradient(inputs.q)
   with jax.enable_x64(True):
@@ -159,9 +162,10 @@ def test_sink_of_minus_infinity_is_no_sink():
     out, meta = jax_magi.attention(q, inputs.k, inputs.v, mask, sink=sink)
     return jnp.sum(out) + jnp.sum(jnp.where(meta.lse == -jnp.inf, 0.0, meta.lse))
 
-  no_sink = jax.grad(lambda q: loss(q, None))(inputs.q)
+  no_sink = jax.jit(jax.grad(loss))(inputs.q, None)
   for shape in ((2,), (3, 2)):
-    dq, dsink = jax.grad(loss, (0, 1))(inputs.q, np.full(shape, -np.inf, np.float32))
+    gradients = jax.jit(jax.grad(loss, (0, 1)))
+    dq, dsink = gradients(inputs.q, np.full(shape, -np.inf, np.float32))
     np.testing.assert_array_equal(dq, no_sink)
     np.testing.assert_array_equal(dsink, 0.0)
 
