@@ -15,8 +15,8 @@ from tests.accuracy import Inputs, check_results, make_inputs
 from tests.compilation import quick_jit
 from tests.machine import HAS_GPU
 
-# Tests of what moves between ranks name the kernel: where the choice is open, the plain path is
-# traced as well, which takes a sixth of a test's time.
+# Tests whose point is not the choice of the kernel name it: where the choice is open, the plain path
+# is traced as well, which takes up to half of a test's time.
 NATIVE = "cpu" if BACKENDS["cpu"].module is not None and not HAS_GPU else None
 
 
