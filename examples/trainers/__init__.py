@@ -1,0 +1,1 @@
+"""Adapters of trainers: see docs/trainers.md."""

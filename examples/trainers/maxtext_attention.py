@@ -4,8 +4,6 @@ python -m maxtext.trainers.pre_train.train base.yml attention=dot_product ...  #
 python -m examples.trainers.maxtext_attention base.yml attention=jax_magi ...
 """
 
-import sys
-
 from flax import nnx
 from maxtext.layers.attention_op import AttentionOp
 
@@ -20,27 +18,20 @@ def apply_attention(op, query, key, value, decoder_segment_ids, model_mode, sink
   if kind not in ("global", "local_sliding", "mla") or model_mode != "train" or masks:
     raise NotImplementedError(f"jax_magi: {kind} attention, model_mode={model_mode}, {masks}")
   attend = _over_context if op.mesh.shape[op.config.context_sharding] > 1 else _on_a_device
+  window = (op.sliding_window_size - 1, 0) if kind == "local_sliding" else None
   out, meta = attend(
-    op,
-    *(query, key, value),
-    (op.sliding_window_size - 1, 0) if kind == "local_sliding" else None,
-    segment_ids=decoder_segment_ids,
-    max_segments=max(64, op.config.max_segments_per_seq),
-    softcap=op.attn_logits_soft_cap or 0.0,
-    sink=sinks,
-    checkpoint_names="context",
-    return_max_logits=op.config.use_qk_clip,
-  )
+    op, query, key, value, window, sink=sinks, softcap=op.attn_logits_soft_cap or 0.0,
+    segment_ids=decoder_segment_ids, max_segments=max(64, op.config.max_segments_per_seq),
+    checkpoint_names="context", return_max_logits=op.config.use_qk_clip,
+  )  # fmt: skip
   if op.config.use_qk_clip:
     op.max_logits = nnx.Intermediate(meta.max_logits)
   return out, None, None
 
 
-def _on_a_device(op, query, key, value, window, **options):
-  return jax_magi.dot_product_attention(
-    query, key, value, scale=1.0, is_causal=True, local_window_size=window, return_meta=True,
-    **options,
-  )  # fmt: skip
+def _on_a_device(op, q, k, v, window, **options):
+  options |= {"local_window_size": window, "return_meta": True}
+  return jax_magi.dot_product_attention(q, k, v, scale=1.0, is_causal=True, **options)
 
 
 def _over_context(op, query, key, value, window, **options):
@@ -56,12 +47,16 @@ def _over_context(op, query, key, value, window, **options):
 def install():
   """Lets `attention=jax_magi` choose `apply_attention`; other names mean what they did."""
   theirs = AttentionOp.apply_attention
-  AttentionOp.apply_attention = lambda op, **given: (
-    apply_attention if op.attention_kernel == "jax_magi" else theirs
-  )(op, **given)
+
+  def choose(op, **given):
+    return (apply_attention if op.attention_kernel == "jax_magi" else theirs)(op, **given)
+
+  AttentionOp.apply_attention = choose
 
 
 if __name__ == "__main__":
+  import sys
+
   from maxtext.trainers.pre_train import train
 
   install()

@@ -5,11 +5,11 @@ python -m examples.trainers.maxtext_qk_clip base.yml attention=jax_magi qk_clip_
 
 import sys
 
-from examples.trainers.maxtext_attention import install
 from flax import nnx, traverse_util
 from maxtext.trainers.pre_train import train
 from maxtext.utils import qk_clip_utils
 
+from examples.trainers.maxtext_attention import install
 from jax_magi.optim import (
   MlaProjections,
   Projection,
@@ -31,7 +31,9 @@ def projections_of(path, shapes, layers, nope):
     return QkProjections(named("query"), named("key"))
   query = "wq_b" if f"{path}/wq_b/kernel" in shapes else "query"
   end = shapes[f"{path}/{query}/kernel"][-1]
-  return MlaProjections(named(query, (0, nope)), named(query, (nope, end)), named("wkv_b", (0, nope)))
+  return MlaProjections(
+    named(query, (0, nope)), named(query, (nope, end)), named("wkv_b", (0, nope))
+  )
 
 
 def apply_qk_clip_nnx(state, intermediates, config):
@@ -45,7 +47,9 @@ def apply_qk_clip_nnx(state, intermediates, config):
       path, layers = "/".join(map(str, keys[:-2])), "layers " * (x.ndim - 2)
       maxima[path] = reduce_max_logits(x, -2)
       projections[path] = projections_of(path, shapes, layers, config.qk_nope_head_dim)
-  nnx.replace_by_pure_dict(params, apply_qk_clip(tree, maxima, projections, config.qk_clip_threshold))
+  nnx.replace_by_pure_dict(
+    params, apply_qk_clip(tree, maxima, projections, config.qk_clip_threshold)
+  )
   nnx.update(state.model, params)
   return state
 

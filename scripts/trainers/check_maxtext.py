@@ -14,17 +14,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# Four devices; and without XLA's optimizations, which take longer than the steps.
+os.environ["XLA_FLAGS"] = (
+  "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["DECOUPLE_GCLOUD"] = "TRUE"  # MaxText without Google's cloud.
 
 import jax
 import numpy as np
-from examples.trainers import maxtext_attention, maxtext_qk_clip
 from maxtext.layers.attention_op import AttentionOp
 from maxtext.trainers.pre_train import train
 from maxtext.utils import qk_clip_utils
 from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+
+from examples.trainers import maxtext_attention, maxtext_qk_clip
 
 STEPS, TOLERANCE, THRESHOLD = 6, 1e-5, 0.3
 COMMON = (
@@ -73,15 +77,22 @@ def losses(family: str, attention: str, context: int, clips: bool, more: str = "
   return np.array([line["learning/loss"] for line in lines])
 
 
+def prepare() -> None:
+  """Installs the adapters."""
+  maxtext_attention.install()
+  installed = AttentionOp.apply_attention
+
+  # MaxText's own attention has maxima, too, if it is asked for them.
+  def with_maxima(op, **given):
+    return installed(op, **(given | {"record_max_logits": op.config.use_qk_clip}))
+
+  AttentionOp.apply_attention = with_maxima
+  qk_clip_utils.apply_qk_clip_nnx = maxtext_qk_clip.apply_qk_clip_nnx
+
+
 def main(families: list[str]) -> int:
   """Runs all families, or those named, and returns the exit status."""
-  maxtext_attention.install()
-  with_ours = AttentionOp.apply_attention
-  # MaxText's own attention has maxima, too, if it is asked for them.
-  AttentionOp.apply_attention = lambda op, **x: with_ours(
-    op, **(x | {"record_max_logits": op.config.use_qk_clip})
-  )
-  qk_clip_utils.apply_qk_clip_nnx = maxtext_qk_clip.apply_qk_clip_nnx
+  prepare()
   worst = {}
   for family in families or FAMILIES:
     for clips in (False, True):
