@@ -18,6 +18,7 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = (
   "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 )
+os.environ["NPROC"] = "16"  # Threads of XLA: each collective holds one for each device.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["DECOUPLE_GCLOUD"] = "TRUE"  # MaxText without Google's cloud.
 
