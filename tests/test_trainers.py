@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -236,7 +237,7 @@ def test_levanter(context, axis_type, monkeypatch):
   module = adapter(monkeypatch, "levanter_attention", mapping)
   module.install()
   levanter = module.attention
-  mesh = make_mesh(axis_type, data=2, context=context, tensor=8 // 2 // context)
+  mesh = make_mesh(axis_type, data=2, context=context, tensor=2 if context < 4 else 1)
   rng = np.random.default_rng(0)
   operands = _levanter_operands(rng)
   sink = NamedArray(rng.standard_normal((2, 2)).astype(np.float32), operands[0].axes[2:4])
@@ -284,6 +285,55 @@ def test_levanter_refuses_explicit_masks(monkeypatch):
   mask = module.attention.AttentionMask(explicit_mask=operands[0])
   with pytest.raises(NotImplementedError, match="explicit masks"):
     module.attend("position", "key_position", "head_size", *operands, mask)
+
+
+def test_levanter_qk_clip(monkeypatch):
+  """Maxima come out of scanned and rematerialised modules; logits are at the threshold then."""
+  module = adapter(monkeypatch, "levanter_qk_clip")
+  monkeypatch.setattr(module.llama, "Attention", module.llama.Attention)
+  module.install()
+  threshold = 160.0
+  config = types.SimpleNamespace(
+    KVHeads=Axis("kv_head", 2), QHeadsPerGroup=Axis("q_heads_per_group", 2)
+  )
+  model = jax.vmap(lambda key: module.llama.Attention.init(config, key=key))(
+    jax.random.split(jax.random.key(0), 3)
+  )
+  x = np.random.default_rng(0).standard_normal((BATCH, LENGTH, 16)).astype(np.float32)
+  axes = Axis("batch", BATCH), Axis("position", LENGTH), Axis("embed", 16)
+  ids = NamedArray((PACKINGS[0] - 1).astype(np.int32), axes[:2])
+  mask = module.attention.AttentionMask(is_causal=True, segment_ids=(ids, ids))
+
+  @quick_jit
+  def grads_of(model):
+    def loss(model):
+      @jax.checkpoint
+      def layer(total, layer):
+        return total + jnp.sin(layer(NamedArray(x, axes), mask).array).sum(), None
+
+      return jax.lax.scan(layer, jnp.float32(0), model)[0]
+
+    return jax.grad(loss)(model)
+
+  def maxima(model):
+    """[layers, kv heads, group] of all pairs."""
+    q, k = (np.asarray(p.weight.array) for p in (model.q_proj, model.k_proj))
+    q, k = np.einsum("bte,lkgde->lbtkgd", x, q), np.einsum("bte,lkde->lbtkd", x, k)
+    same = (ids.array[:, :, None] == ids.array[:, None]) & (ids.array[:, None] >= 0)
+    is_seen = same & (np.arange(LENGTH)[:, None] >= np.arange(LENGTH))
+    logits = np.einsum("lbtkgd,lbskd->lkgbts", q, k)
+    return np.where(is_seen, logits, -np.inf).max((-3, -2, -1))
+
+  grads, before = grads_of(model), maxima(model)
+  np.testing.assert_allclose(grads.max_logits.array, before, rtol=1e-5)
+  assert threshold < before.max() and before.max(-1).min() < threshold
+  optimizer = module.with_qk_clip(optax.sgd(0.0), threshold)
+  updates, _ = optimizer.update(grads, optimizer.init(model), model)
+  clipped = optax.apply_updates(model, updates)
+  np.testing.assert_allclose(
+    maxima(clipped).max(-1), np.minimum(before.max(-1), threshold), rtol=1e-5
+  )
+  assert not np.any(clipped.max_logits.array)
 
 
 class _Block(nn.Module):

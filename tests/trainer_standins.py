@@ -99,13 +99,12 @@ class Axis:
   size: int
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NamedArray:
-  """Haliax's."""
+  """Haliax's, whose only child has no name in paths."""
 
   array: jax.Array
-  axes: tuple = dataclasses.field(metadata={"static": True})
+  axes: tuple
 
   def resolve_axis(self, name):
     (axis,) = (axis for axis in self.axes if axis.name == axis_name(name))
@@ -118,6 +117,11 @@ class NamedArray:
 
   def rearranged(self, axes):
     return NamedArray(self.array.transpose([self.axes.index(axis) for axis in axes]), tuple(axes))
+
+
+jax.tree_util.register_pytree_node(
+  NamedArray, lambda x: ((x.array,), x.axes), lambda axes, leaves: NamedArray(*leaves, axes)
+)
 
 
 def axis_name(axis):
@@ -135,6 +139,58 @@ class AttentionMask:
   segment_ids: tuple | None = None
   sliding_window: int | None = dataclasses.field(default=None, metadata={"static": True})
   bidirectional_window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+class Module:
+  """Equinox's: its classes are dataclasses and trees; `config` is static."""
+
+  def __init_subclass__(cls):
+    dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    data = [name for name in names if name != "config"]
+    jax.tree_util.register_dataclass(cls, data, [name for name in names if name == "config"])
+
+
+class Linear(Module):
+  weight: NamedArray
+
+
+class Attention(Module):
+  """Levanter's, in `levanter.layers.attention`."""
+
+  config: object
+  q_proj: Linear
+  k_proj: Linear
+
+  @staticmethod
+  def init(config, *, key):
+    heads = (config.KVHeads, config.QHeadsPerGroup)
+    dim, embed = Axis("head_size", 8), Axis("embed", 16)
+    keys = jax.random.split(key)
+    weights = [
+      NamedArray(jax.random.normal(key, [axis.size for axis in axes]), axes)
+      for key, axes in zip(keys, [(*heads, dim, embed), (heads[0], dim, embed)], strict=True)
+    ]
+    return Attention(config, *map(Linear, weights))
+
+  def __call__(self, x, mask, *, key=None, pos_ids=None):
+    q, k = (
+      NamedArray(jnp.moveaxis(jnp.tensordot(x.array, p.weight.array, [[2], [-1]]), 1, -2), axes)
+      for p, axes in (
+        (self.q_proj, (x.axes[0], *self.q_proj.weight.axes[:2], x.axes[1])),
+        (
+          self.k_proj,
+          (x.axes[0], self.k_proj.weight.axes[0], Axis("key_position", x.axes[1].size)),
+        ),
+      )
+    )
+    dim = self.q_proj.weight.axes[2]
+    q, k = (NamedArray(y.array, (*y.axes, dim)) for y in (q, k))
+    levanter = sys.modules["levanter.layers.attention"]
+    return levanter.dot_product_attention(
+      "position", "key_position", "head_size", q, k, k, mask, attention_dtype=jnp.float32,
+      scaling_factor=1.0, inference=True, prng=key,
+    )  # fmt: skip
 
 
 def _kinds(query, key, value, QPos, KPos, Key):
@@ -186,6 +242,7 @@ def modules(mapping) -> dict[str, types.ModuleType]:
   )
   attention = _module(
     "levanter.layers.attention",
+    Attention=Attention,
     AttentionMask=AttentionMask,
     _bin_and_group_axes_by_function=_kinds,
     _reshape_axes_for_bshd_bins=_to_bshd,
@@ -194,10 +251,12 @@ def modules(mapping) -> dict[str, types.ModuleType]:
   attention_op = _module("maxtext.layers.attention_op", AttentionOp=AttentionOp)
   train = _module("maxtext.trainers.pre_train.train")
   clip = _module("maxtext.utils.qk_clip_utils")
-  found = {module.__name__: module for module in (attention, attention_op, train, clip)}
+  llama = _module("levanter.models.llama", Attention=Attention)
+  found = {x.__name__: x for x in (attention, llama, attention_op, train, clip)}
   found["haliax"] = _module(
-    "haliax", partitioning=partitioning, axis_name=axis_name, named=_named, NamedArray=NamedArray
-  )
+    "haliax", partitioning=partitioning, axis_name=axis_name, named=_named, NamedArray=NamedArray,
+    zeros=lambda axes: NamedArray(jnp.zeros([axis.size for axis in axes]), tuple(axes)),
+  )  # fmt: skip
   for name, module in list(found.items()):
     while "." in name:  # The packages around it.
       name, _, last = name.rpartition(".")

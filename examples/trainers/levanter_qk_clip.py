@@ -85,8 +85,8 @@ def with_qk_clip(optimizer, threshold):
     for path, slot in slots_of(params).items():
       layers = "layers " * (slot.ndim - 2)
       # All heads of a group share a factor, so that heads of keys are all that it needs to know.
-      q = Projection(f"{path}/q_proj/weight/array", f"{layers}heads group dim -> embed")
-      k = Projection(f"{path}/k_proj/weight/array", f"{layers}heads dim -> embed")
+      q = Projection(f"{path}/q_proj/weight/0", f"{layers}heads group dim -> embed")
+      k = Projection(f"{path}/k_proj/weight/0", f"{layers}heads dim -> embed")
       projections[path] = QkProjections(q, k)
     return qk_clip(projections, threshold)
 
