@@ -19,7 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MERMAID, SEARCH = "javascripts/mermaid.js", "javascripts/file_search.js"
 SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 SETUP = re.compile(r"^<!-- setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
-MORE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/*", "examples/*.py")
+MORE = (
+  "CHANGELOG.md",
+  "CONTRIBUTING.md",
+  "SECURITY.md",
+  "benchmarks/results/*",
+  "examples/*.py",
+  "examples/trainers/*.py",
+)
 
 
 def on_config(config):

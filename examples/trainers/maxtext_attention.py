@@ -36,6 +36,9 @@ def _on_a_device(op, q, k, v, window, **options):
 
 def _over_context(op, query, key, value, window, **options):
   """Sequences are split over the context axis. MaxText has put them into its order."""
+  order = str(op.config.context_parallel_reorder_strategy).lower()
+  if op.config.context_parallel_strategy != "all_gather" or "striped" in order:
+    raise NotImplementedError("jax_magi: only all_gather, and no striped order")
   batch_axis, head_axis, *_ = op._logical_to_mesh_axes(op.flash_axis_names_q)
   return jax_magi.context_parallel_attention(
     query, key, value, softmax_scale=1.0, window=window, mesh=op.mesh, batch_axis=batch_axis,

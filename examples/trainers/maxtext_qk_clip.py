@@ -59,6 +59,8 @@ def main(argv):
   install()
   qk_clip_utils.apply_qk_clip_nnx = apply_qk_clip_nnx
   config, recorder = train.initialize(argv)
+  if config.gradient_accumulation_steps > 1:
+    raise NotImplementedError("MaxText adds up maxima over the steps of gradient accumulation")
   config.get_keys()["use_qk_clip"] = True  # MaxText allows it for latent attention alone.
   train.run(config, recorder)
 
