@@ -85,6 +85,7 @@ def losses(context: int, clips: bool) -> np.ndarray:
         step = trainer.train_step(state, batch)
         state, loss = step.state, step.loss
         found.append(loss)
+  jax.clear_caches()  # Of layers with another attention.
   return np.array(found)
 
 
