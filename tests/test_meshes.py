@@ -89,6 +89,19 @@ def documents_and_lengths(_, q, k, v, ids, lengths):
   )
 
 
+@_case(*_QKV, (_IDS, P("x", "y")))
+def documents_and_padding_of_a_pipeline(_, q, k, v, ids):
+  """Documents from 0, and padding that is -1; saved under the trainer's own name."""
+  ids = jnp.where(ids == 2, -1, ids - 1)
+  return _gradients(
+    lambda q, k, v: jax_magi.dot_product_attention(
+      *(q, k, v), segment_ids=ids, max_segments=1, padding_id=-1, is_causal=True,
+      checkpoint_names="context",
+    ),
+    *(q, k, v),
+  )  # fmt: skip
+
+
 @_case(*_ONE)
 def attention_of_one_sequence(_, q, k, v):
   return jax_magi.attention(q, k, v, AttentionMask.causal(32), return_max_logits=True)
@@ -106,6 +119,12 @@ def masks(_, ranges, cu_seqlens):
   return mask + documents.crop(0, 32, 0, 32), mask.pad(5), mask.to_dense(), mask.area()
 
 
+@_case(*_ONE, (np.array([7], np.int32), P()))
+def part_of_a_mask(_, q, k, v, begin):
+  mask = AttentionMask.causal(64).crop(begin[0], begin[0] + 32, 0, 32, q_len=32)
+  return _gradients(lambda *x: jax_magi.attention(*x, mask)[0], q, k, v)
+
+
 @_case((_IDS[0], P("x")), (_IDS[1], P("y")))
 def masks_of_documents(_, ids, kv_ids):
   whole = np.ones(32, np.int32)
@@ -121,6 +140,13 @@ def masks_of_documents(_, ids, kv_ids):
 )
 def flax(_, q, k, v, mask):
   return jax_magi.flax_attention_fn(q, k, v, mask=mask)
+
+
+@_case(*_QKV, (_DENSE.astype(np.float32), P("x")))
+def flax_with_maxima(_, q, k, v, mask):
+  maxima = []
+  attend = functools.partial(jax_magi.flax_attention_fn, mask=mask, on_max_logits=maxima.append)
+  return attend(q, k, v), maxima
 
 
 @_case((_Q[0], P("x", "y")), (_Q[1], P("x", "y")), (_Q[0, ..., 0], P("x", "y")))
