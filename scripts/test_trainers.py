@@ -33,10 +33,10 @@ REQUIREMENTS = {
     tensorboardx tiktoken tokamax transformers
   """,
   "levanter": """
-    aqtp braceexpand chex connect-python datasets deepdiff draccus einops equinox fsspec gcsfs
-    gitpython humanfriendly jax==0.11.* jaxtyping jmp mergedeep optax protobuf psutil pyarrow
-    pydantic pytimeparse s3fs safetensors tblib tensorstore tokenizers tqdm-loggable transformers
-    wandb zstandard
+    aqtp braceexpand cloudpickle connect-python datasets draccus equinox fsspec gitpython
+    humanfriendly jax==0.11.* jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic pytimeparse
+    requests s3fs safetensors tblib tensorstore tokenizers tqdm-loggable transformers wandb
+    zstandard
   """,
 }
 SOURCES = {"maxtext": ["src"], "levanter": ["lib/*/src"]}  # In the archives.

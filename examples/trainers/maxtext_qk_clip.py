@@ -47,9 +47,9 @@ def apply_qk_clip_nnx(state, intermediates, config):
       path, layers = "/".join(map(str, keys[:-2])), "layers " * (x.ndim - 2)
       maxima[path] = reduce_max_logits(x, -2)
       projections[path] = projections_of(path, shapes, layers, config.qk_nope_head_dim)
-  nnx.replace_by_pure_dict(
-    params, apply_qk_clip(tree, maxima, projections, config.qk_clip_threshold)
-  )
+  # Without a call of the host, JAX keeps the compiled step; MaxText logs the maxima itself.
+  clipped = apply_qk_clip(tree, maxima, projections, config.qk_clip_threshold, report=False)
+  nnx.replace_by_pure_dict(params, clipped)
   nnx.update(state.model, params)
   return state
 
