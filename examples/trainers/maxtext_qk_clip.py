@@ -39,7 +39,7 @@ def projections_of(path, shapes, layers, nope):
 def apply_qk_clip_nnx(state, intermediates, config):
   """What `qk_clip_utils.apply_qk_clip_nnx` does, for every kind of attention, layer by layer."""
   params = nnx.state(state.model, nnx.Param)
-  tree = params.to_pure_dict()
+  tree = nnx.to_pure_dict(params)
   shapes = {"/".join(map(str, k)): x.shape for k, x in traverse_util.flatten_dict(tree).items()}
   maxima, projections = {}, {}
   for keys, x in traverse_util.flatten_dict(intermediates).items():
@@ -47,6 +47,8 @@ def apply_qk_clip_nnx(state, intermediates, config):
       path, layers = "/".join(map(str, keys[:-2])), "layers " * (x.ndim - 2)
       maxima[path] = reduce_max_logits(x, -2)
       projections[path] = projections_of(path, shapes, layers, config.qk_nope_head_dim)
+  if not maxima:
+    raise ValueError("no attention has recorded max_logits; choose attention=jax_magi")
   # Without a call of the host, JAX keeps the compiled step; MaxText logs the maxima itself.
   clipped = apply_qk_clip(tree, maxima, projections, config.qk_clip_threshold, report=False)
   nnx.replace_by_pure_dict(params, clipped)
