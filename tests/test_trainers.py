@@ -350,10 +350,10 @@ class _Block(nn.Module):
     )
     if self.attention_fn is nn.dot_product_attention:
       attend = self.attention_fn
-    return nn.SelfAttention(
+    return nn.MultiHeadDotProductAttention(
       num_heads=4, qkv_features=32, use_bias=False, broadcast_dropout=False, dropout_rate=0.0,
       deterministic=False, decode=False, attention_fn=attend, name="attention",
-    )(x, decoder_mask)  # fmt: skip
+    )(x, mask=decoder_mask)  # fmt: skip
 
 
 @pytest.mark.parametrize(

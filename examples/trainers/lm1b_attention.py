@@ -6,7 +6,9 @@ In `TransformerLM`, the mask is document numbers, and nothing of [batch, length,
 
 In `EncoderDecoder1DBlock`, the module gets this function, and attention dropout is off:
 
-    nn.SelfAttention(..., dropout_rate=0.0, attention_fn=attention_fn)(x, decoder_mask)
+    nn.MultiHeadDotProductAttention(
+      ..., dropout_rate=0.0, attention_fn=attention_fn
+    )(x, mask=decoder_mask)
 """
 
 import jax_magi
