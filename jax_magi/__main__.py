@@ -1,4 +1,4 @@
-"""What this installation has, and what its functions choose here: `python -m jax_magi`."""
+"""Reports the build, the devices and the implementations in use: `python -m jax_magi`."""
 
 import sys
 

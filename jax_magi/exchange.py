@@ -1,4 +1,4 @@
-"""Whether rows travel between devices as they should: `python -m jax_magi.exchange --help`.
+"""Tests the exchange of rows between devices: `python -m jax_magi.exchange --help`.
 
 report = jax_magi.check_exchange(mesh, ranks_per_node=8)  # On all processes.
 print(report)

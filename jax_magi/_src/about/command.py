@@ -16,11 +16,12 @@ from jax_magi._src.native.backends import BACKENDS, Backend, default_platform
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the report, and returns the exit status: 0, or 1 where JAX finds no device."""
+  """Prints the report, and returns the exit status: 0, or 1 if JAX finds no device."""
   argparse.ArgumentParser(
     prog="python -m jax_magi",
-    description="What this installation of jax_magi has, and what its functions choose here.",
-    epilog="Exit status: 0, or 1 where JAX finds no device.",
+    description="Reports which kernels this installation of jax_magi has, which devices JAX sees, "
+    "and which implementation each function chooses on them.",
+    epilog="Exit status: 0, or 1 if JAX finds no device.",
   ).parse_args(arguments)
   error = facts.start_error()
   print(report(error))
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(error: str | None = None) -> str:
-  """The text. `error` is what JAX says where it finds no device."""
+  """The text of the report. `error` is JAX's message if it finds no device."""
   sections = [_versions(), _devices(error), _kernels()]
   if error is None:
     sections.append(_choices())
@@ -44,7 +45,7 @@ def _versions() -> str:
 
 def _devices(error: str | None) -> str:
   if error is not None:
-    return f"devices: JAX finds none. It says:\n{textwrap.indent(error, '  ')}"
+    return f"devices: JAX finds none. Its message:\n{textwrap.indent(error, '  ')}"
   lines = [f"devices: JAX's default platform is {default_platform()}"]
   for name, kinds in facts.devices().items():
     lines += [f"  {name}: {count} x {kind}" for kind, count in Counter(kinds).items()]
@@ -57,13 +58,13 @@ def _kernels() -> str:
   for name, backend in BACKENDS.items():
     lines += _kernels_of(name, backend)
     if backend.module is not None and name not in seen:
-      lines.append(f"    JAX sees no {name} device: these kernels can be exported, not run")
+      lines.append(f"    JAX sees no {name} device: these kernels can be exported but not run here")
   return "\n".join(lines)
 
 
 def _kernels_of(name: str, backend: Backend) -> list[str]:
   if backend.module is None:
-    return [f"  {name}: none (how to build them: README.md, Install)"]
+    return [f"  {name}: none (README.md, Install, shows how to build them)"]
   compiled = f"compiled by {backend.module.COMPILER}"
   if all(a.devices == backend.softmax_devices for a in backend.architectures):
     lines = [f"  {name}: for {backend.softmax_devices.words}, {compiled}"]
@@ -84,7 +85,7 @@ def _kernels_of(name: str, backend: Backend) -> list[str]:
 
 
 def _choices() -> str:
-  lines = ["what a call takes on this platform, if implementation=None"]
+  lines = ["implementations that calls use on this platform, if implementation=None"]
   for functions, group in itertools.groupby(facts.choices(), key=lambda choice: choice.functions):
     lines += _wrapped("  ", functions)
     for choice in group:
@@ -96,7 +97,7 @@ def _choices() -> str:
 
 
 def _wrapped(indent: str, words: Sequence[str], start: str = "") -> list[str]:
-  text = start + ", ".join(word.replace(" ", "\0") for word in words)  # Words are not broken.
+  text = start + ", ".join(word.replace(" ", "\0") for word in words)  # Do not break inside a word.
   lines = textwrap.wrap(
     text, 100, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
   )

@@ -1,4 +1,4 @@
-"""What is installed, what was built, and what is chosen here, as data."""
+"""The installed packages, the build, the devices, and the chosen implementations, as data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_magi._src.native.backends import BACKENDS, default_platform
 from jax_magi._src.version import __version__, version_of
 
-# Whose versions matter to a bug report or to a figure, where they are installed.
+# Packages whose versions belong in a bug report or beside a measurement, if they are installed.
 _PACKAGES = (
   "jax",
   "jaxlib",
@@ -44,18 +44,18 @@ _SOFTMAX = (
   "fused_scale_mask_softmax",
   "FusedScaleMaskSoftmax",
 )
-_NO_KERNELS = f"there are kernels for {' and '.join(BACKENDS)} alone"
+_NO_KERNELS = f"there are kernels for {' and '.join(BACKENDS)} only"
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What some functions do with some operands, if `implementation` is None.
+  """The implementation that some functions choose for some operands, if none is named.
 
   Attributes:
-    functions: their names.
-    operands: in words.
-    implementation: the name of what they choose.
-    reason: why it is no native kernel; None if it is one.
+    functions: the names of the functions.
+    operands: the operands in words.
+    implementation: the name of the chosen implementation.
+    reason: why no native kernel can be used; None if one is chosen.
   """
 
   functions: tuple[str, ...]
@@ -65,7 +65,7 @@ class Choice:
 
 
 def versions() -> dict[str, str]:
-  """Those of jax_magi, its build, Python and the packages around it."""
+  """The versions of jax_magi, Python and related packages, and the commit of the build."""
   found = {package: version_of(package) for package in _PACKAGES}
   return {
     "jax_magi": __version__,
@@ -76,29 +76,32 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-  """That of the native modules' sources; "unknown" without modules, or of a source archive."""
+  """The commit that the native modules were built from.
+
+  It is "unknown" if there are no native modules, or if they were built from a source archive.
+  """
   found = {b.module.COMMIT for b in BACKENDS.values() if b.module is not None}
   return " and ".join(sorted(found)) or "unknown"
 
 
 def machine() -> str:
-  """Operating system and processor."""
+  """The operating system and the processor."""
   return f"{sys.platform} {platform.machine()}"
 
 
 def devices() -> dict[str, list[str]]:
-  """The kinds of devices that JAX sees, by platform. Empty if JAX cannot start."""
+  """The kinds of devices that JAX sees, by platform; empty if JAX cannot start."""
   found = {}
   for name in dict.fromkeys((*BACKENDS, _default_platform())):
     try:
       found[name] = [_device_in_words(d) for d in jax.devices(name)] if name else []
-    except RuntimeError:  # There is none of this platform.
+    except RuntimeError:  # There is no device of this platform.
       found[name] = []
   return {name: kinds for name, kinds in found.items() if kinds}
 
 
 def start_error() -> str | None:
-  """What JAX says where it finds no device at all, or not those that JAX_PLATFORMS names."""
+  """JAX's message if it finds no device, or not those of JAX_PLATFORMS; None otherwise."""
   try:
     jax.devices()
   except RuntimeError as error:
@@ -119,7 +122,7 @@ def _device_in_words(device: Any) -> str:
 
 
 def choices(platform_name: str | None = None) -> list[Choice]:
-  """What the public functions choose on a platform: JAX's default one, if not named."""
+  """The implementations that the public functions choose on a platform (JAX's default: None)."""
   name = platform_name or _default_platform()
   found = []
   for dtype, head_dim in (

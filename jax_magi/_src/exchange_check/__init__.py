@@ -1,1 +1,1 @@
-"""Whether rows travel as they should on a mesh, and how fast."""
+"""Tests the exchange of rows between the ranks of a mesh, and measures its speed."""

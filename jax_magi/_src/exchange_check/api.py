@@ -1,4 +1,4 @@
-"""The public function."""
+"""`check_exchange`, the public function."""
 
 from __future__ import annotations
 
@@ -34,31 +34,38 @@ def check_exchange(
   repeats: int = 5,
   seed: int = 0,
 ) -> ExchangeReport:
-  """Checks that rows travel between the ranks of a mesh axis as they should, and how fast.
+  """Tests the exchange of rows between the ranks of a mesh axis, and measures its speed.
 
-  Random rows go through random tables by each transport, to other ranks and back as gradients, and
-  are compared with numpy: rows bit by bit, sums within the error of their roundings. Then each
-  level of each transport is timed. All processes call it, and get the same report.
+  Each transport sends random rows to other ranks, and gradients back, following the tables of
+  random plans. The results are compared with numpy: rows bit by bit, and sums of gradients within
+  the rounding error of their additions. Then each level of each transport is timed.
+
+  Call this function on all processes. All of them receive the same report.
 
   Args:
-    mesh: the one to train on, with its devices. Other axes than `axis_name` exchange side by side.
-    axis_name: the axis over which the sequence is split.
-    ranks_per_node: as in `magi_attn_flex_key`.
-    transports: of "all_to_all", "all_gather", "two_level" and "ragged". None is all that fit:
-      "two_level" where there are several nodes of several ranks, "ragged" on GPUs of one node.
-    rows: that each rank moves in a timed transfer. The checks take fewer.
-    width: elements of a row.
-    dtype: of rows; their gradients are float32.
-    repeats: timed transfers, of which the median counts.
-    seed: of rows and tables.
+    mesh: the mesh of your training run, with its devices. Along axes other than `axis_name`, groups
+      of ranks exchange rows at the same time.
+    axis_name: the mesh axis over which the sequence is split.
+    ranks_per_node: the number of neighbouring ranks that share a node, as in `magi_attn_flex_key`.
+    transports: a list of "all_to_all", "all_gather", "two_level" and "ragged". None tests all that
+      fit the mesh: "two_level" needs several nodes of several ranks; "ragged" needs GPUs of one
+      node.
+    rows: the number of rows that each rank sends in a timed transfer. The checks send fewer.
+    width: the number of elements of a row.
+    dtype: the dtype of the rows. Gradients are float32.
+    repeats: the number of timed transfers. The report has their median.
+    seed: the seed of the random rows and plans.
+
+  Returns:
+    The report. Print it, or call `raise_if_faulty()`.
   """
   if not isinstance(mesh, Mesh):
-    raise ValueError(f"mesh must be a jax.sharding.Mesh, with devices, got {type(mesh).__name__}")
+    raise ValueError(f"mesh must be a jax.sharding.Mesh with devices, got {type(mesh).__name__}")
   if axis_name not in mesh.axis_names:
     raise ValueError(f"the mesh must have an axis {axis_name!r}, got {mesh.axis_names}")
   count = mesh.shape[axis_name]
   if count < 2:
-    raise ValueError(f"axis {axis_name!r} must have several ranks to exchange rows, got {count}")
+    raise ValueError(f"axis {axis_name!r} must have at least two ranks, got {count}")
   ranks = check_ranks(count, ranks_per_node)
   check_ranks_per_node(mesh, axis_name, ranks_per_node)
   for name, value in (("rows", rows), ("width", width), ("repeats", repeats)):
@@ -81,7 +88,7 @@ def _check_dtype(dtype: Any) -> np.dtype:
 
 
 def _check_transports(names: Any, ranks: Ranks, platform: str) -> list[str]:
-  """Those that fit, or that are asked for."""
+  """The transports to test: those that `names` lists, or all that fit the ranks."""
   fits = dict.fromkeys(TRANSPORTS, True)
   fits["two_level"] = len(levels_of("two_level", ranks)) == 2
   fits["ragged"] = ranks.num_nodes == 1
@@ -93,14 +100,14 @@ def _check_transports(names: Any, ranks: Ranks, platform: str) -> list[str]:
     if not fits[check_choice("transports", name, TRANSPORTS)]:
       need = "several nodes of several ranks" if name == "two_level" else "one node"
       raise ValueError(
-        f"transport {name!r} is for {need}, but there are {ranks.num_nodes} of {ranks.per_node}: "
-        "see ranks_per_node"
+        f"transport {name!r} needs {need}, but ranks_per_node makes {ranks.num_nodes} nodes of "
+        f"{ranks.per_node} ranks"
       )
   return list(dict.fromkeys(names))
 
 
 def _tables(transports: Sequence[str], ranks: Ranks, rows: int, seed: int) -> list[Tables]:
-  # Where all ranks need all rows, numpy has ranks^2 * local_rows * width numbers to make.
+  # If all ranks need all rows, numpy computes ranks^2 * local_rows * width numbers.
   local_rows = min(rows, max(4096 // ranks.count, 32))
   rng = np.random.default_rng([seed, 0])
   return [
@@ -119,7 +126,7 @@ def _checks(
   dtype: np.dtype,
   rng: np.random.Generator,
 ) -> tuple[ExchangeCheck, ...]:
-  width = min(width, max(2048 // mesh.shape[axis_name], 8))  # See above.
+  width = min(width, max(2048 // mesh.shape[axis_name], 8))  # For the reason given in `_tables`.
   counts = [compare(mesh, axis_name, found, width, dtype, rng) for found in tables]
   parts = {
     device: np.concatenate([count[x][device] for count in counts for x in DIRECTIONS])
@@ -154,7 +161,7 @@ def _rates(
   dtype: np.dtype,
   repeats: int,
 ) -> tuple[ExchangeRate, ...]:
-  """Of every kind of hop that was checked."""
+  """The speed of every kind of hop that was checked."""
   hops: dict[tuple[str, str, str], Hop] = {}
   for found in tables:
     for hop in (hop for hops in found.hops for hop in hops):

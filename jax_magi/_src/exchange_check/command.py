@@ -16,7 +16,7 @@ from jax_magi._src.exchange_check.api import check_exchange
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command, and returns its exit status.
 
-  That is 0; 1 if there are faults; 2 if there is nothing to check.
+  The status is 0; 1 if there are faults; 2 if the options do not fit the devices.
   """
   parser = _parser()
   options = parser.parse_args(arguments)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except ValueError as error:
     print(f"jax_magi.exchange: {error}", file=sys.stderr)
     return 2
-  if jax.process_index() == 0:  # All have the same report.
+  if jax.process_index() == 0:  # All processes have the same report.
     print(report)
     if options.png:
       report.plot().figure.savefig(options.png, dpi=150)
@@ -50,19 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m jax_magi.exchange",
-    description="Checks that rows of keys and values travel between devices as they should, by "
-    "each transport, and how fast. With several processes, start it on all of them.",
-    epilog="Exit status: 0; 1 if a transport is wrong, or ten times slower than another; 2 if the "
-    "options do not fit the devices, with a message that says why.",
+    description="Tests the exchange of keys, values and their gradients between devices by each "
+    "transport, and measures its speed. With several processes, start it on all of them.",
+    epilog="Exit status: 0; 1 if a transport returns wrong rows, or is ten times slower than "
+    "another; 2 if the options do not fit the devices. A message states the reason.",
   )
   parser.add_argument(
-    "--ranks-per-node", metavar="N", type=int, help="neighbouring ranks that share a node (all)"
+    "--ranks-per-node",
+    metavar="N",
+    type=int,
+    help="the number of neighbouring ranks that share a node (default: all ranks)",
   )
   parser.add_argument(
     "--axis-size",
     metavar="N",
     type=int,
-    help="ranks of the context parallel axis (all devices); other groups of them run side by side",
+    help="the number of ranks of the context-parallel axis (default: all devices). With fewer, "
+    "groups of ranks exchange rows at the same time",
   )
   parser.add_argument(
     "--distributed", action="store_true", help="call jax.distributed.initialize() first"
@@ -71,13 +75,21 @@ def _parser() -> argparse.ArgumentParser:
     "--transports",
     metavar="NAME",
     nargs="+",
-    help="all_to_all, all_gather, two_level or ragged (those that fit)",
+    help="transports to test: all_to_all, all_gather, two_level, ragged (default: all that fit)",
   )
   parser.add_argument(
-    "--rows", metavar="N", type=int, default=32768, help="that each rank moves, timed (%(default)s)"
+    "--rows",
+    metavar="N",
+    type=int,
+    default=32768,
+    help="the number of rows that each rank sends in a timed transfer (default: %(default)s)",
   )
   parser.add_argument(
-    "--width", metavar="N", type=int, default=2048, help="elements of a row (%(default)s)"
+    "--width",
+    metavar="N",
+    type=int,
+    default=2048,
+    help="the number of elements of a row (default: %(default)s)",
   )
-  parser.add_argument("--png", metavar="FILE", help="draw the rates there")
+  parser.add_argument("--png", metavar="FILE", help="write a chart of the rates to this file")
   return parser

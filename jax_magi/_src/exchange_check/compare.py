@@ -1,4 +1,4 @@
-"""Random rows through transfers, compared with numpy."""
+"""Sends random rows through transfers, and compares the results with numpy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jax_magi._src.exchange_check.followed import buffer_rows
 from jax_magi._src.exchange_check.tables import Tables
 
 CAST = "cast"
-# In what gradients travel.
+# The dtype in which gradients are sent, by direction.
 _WIRES = {"reduce": np.dtype(np.float32), "reduce in bfloat16": np.dtype(jnp.bfloat16)}
 DIRECTIONS = (CAST, *_WIRES)
 
-# By how much rounding to nearest changes a number, at most, of its size.
+# The largest relative error of rounding to nearest in each dtype.
 _FLOAT32, _BFLOAT16 = 2.0**-24, 2.0**-8
-# The sums that float64 makes to compare with are not exact, either.
+# The float64 sums to compare with are not exact, either.
 _SLACK = 1 + 2.0**-20
 
-# Of each direction, for each local device: rows that differ, and rows.
+# For each direction and each local device: the number of wrong rows, and of all rows.
 Counts = dict[str, dict[Any, np.ndarray]]
 
 
@@ -39,15 +39,15 @@ def compare(
   dtype: np.dtype,
   rng: np.random.Generator,
 ) -> Counts:
-  """Runs rows of all keys through one program, and counts those that are not what numpy says.
+  """Runs the rows of all keys through one program, and counts those that differ from numpy's.
 
   Args:
-    mesh: with the axis.
-    axis_name: which.
+    mesh: the mesh with the context-parallel axis.
+    axis_name: the name of that axis.
     tables: the keys.
-    width: elements of a row.
-    dtype: of rows that are cast.
-    rng: draws rows; in the same state on all processes.
+    width: the number of elements of a row.
+    dtype: the dtype of the rows that are cast.
+    rng: the generator of the rows, in the same state on all processes.
   """
   run = _program(mesh, axis_name)
   counts: Counts = {
@@ -60,7 +60,7 @@ def compare(
     x = rng.standard_normal(shape, np.float32).astype(dtype)
     wanted = buffer_rows(key)
     gradients = {
-      # What bfloat16 holds, it does not round in the first hop.
+      # Values that the wire's dtype can represent, so that the first hop does not round them.
       direction: [
         rng.standard_normal((rows.size, width), np.float32).astype(wire).astype(np.float32)
         for rows in wanted
@@ -82,7 +82,7 @@ def compare(
 
 
 def _program(mesh: Mesh, axis_name: str) -> Callable[..., Any]:
-  """All transfers of a key, both ways: the results of each direction."""
+  """A function of one key that runs all its transfers both ways, and returns the results."""
 
   def step(x: jax.Array, gradients: Any, key: DistAttnKey) -> dict[str, list[jax.Array]]:
     transfers = transfers_of(key, axis_name)
@@ -98,14 +98,14 @@ def _program(mesh: Mesh, axis_name: str) -> Callable[..., Any]:
 
 
 def _by_device(x: jax.Array, is_right: Callable[..., Any]) -> Iterator[tuple[Any, np.ndarray]]:
-  """Each local device, and for each of its rows whether it is right."""
+  """Yields each local device, and for each of its rows whether the row is right."""
   for shard in x.addressable_shards:
     begin, end, _ = shard.index[0].indices(x.shape[0])
     yield shard.device, is_right(np.asarray(shard.data), slice(begin, end))
 
 
 def _cast_check(x: np.ndarray, rows: np.ndarray) -> Callable[..., Any]:
-  """Rows arrive bit by bit; what no row arrives at is zero."""
+  """Checks that rows arrive bit by bit, and that places where no row arrives hold zeros."""
   rows = rows.reshape(-1)
   bits = np.dtype(f"u{x.dtype.itemsize}")
 
@@ -120,11 +120,11 @@ def _cast_check(x: np.ndarray, rows: np.ndarray) -> Callable[..., Any]:
 def _reduce_check(
   dx: np.ndarray, rows: np.ndarray, num_rows: int, num_hops: int, wire: np.dtype
 ) -> Callable[..., Any]:
-  """Gradients are sums, as exact as float32 and the wire make them.
+  """Checks that gradients are summed within the rounding error of float32 and the wire's dtype.
 
-  Of m terms g, added in any order, each passes m - 1 additions at most, and is rounded once for
-  each hop after the first; to float32, that is no rounding. So the error is at most
-  ((1 + u_wire)^(hops - 1) (1 + u_float32)^(m - 1) - 1) sum |g|.
+  If m terms g are added in any order, each term passes through at most m - 1 additions. Each hop
+  after the first rounds it to the wire's dtype (a float32 wire does not round). The error is
+  therefore at most ((1 + u_wire)^(hops - 1) (1 + u_float32)^(m - 1) - 1) sum |g|.
   """
   rows = rows.reshape(-1)
   terms, places = dx[rows >= 0].astype(np.float64), rows[rows >= 0]
@@ -138,7 +138,7 @@ def _reduce_check(
 
   def is_right(got: np.ndarray, places: slice) -> np.ndarray:
     error: np.ndarray = np.abs(got.astype(np.float64) - total[places])
-    right: np.ndarray = np.all(error <= bound[places], axis=1)  # NaN is not.
+    right: np.ndarray = np.all(error <= bound[places], axis=1)  # False for NaN.
     return right
 
   return is_right

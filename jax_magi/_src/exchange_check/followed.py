@@ -1,4 +1,4 @@
-"""A key's tables carried out in numpy, block by block: what arrives where."""
+"""Simulates the transfers of a key in numpy, block by block, to know which row arrives where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_magi._src.context_parallel.routes import NOWHERE
 
 
 def buffer_rows(key: DistAttnKey) -> list[np.ndarray]:
-  """For each transfer, int64 `[cp_size, rows]`: which row of all ranks' lies where; -1 is none."""
+  """For each transfer, int64 `[cp_size, rows]`: the global row at each place, or -1 for none."""
   spec = key.spec
   own = np.arange(spec.cp_size * spec.k_local).reshape(spec.cp_size, -1)
   found = []
@@ -35,13 +35,13 @@ def buffer_rows(key: DistAttnKey) -> list[np.ndarray]:
 def exchanged(
   key: DistAttnKey, parts: Sequence[list[np.ndarray]], transfer: int, hop: Hop
 ) -> dict[int, list[np.ndarray]]:
-  """What a hop brings to each rank, block by block.
+  """The blocks that each rank receives in a hop.
 
   Args:
-    key: of all ranks.
-    parts: for each rank, blocks of rows that it has: its own, and those of hops before this one.
-    transfer: which.
-    hop: of that transfer.
+    key: the key of all ranks.
+    parts: for each rank, the blocks of rows that it holds: its own, and those of earlier hops.
+    transfer: the index of the transfer.
+    hop: a hop of that transfer.
   """
   spec = key.spec
   ranks, level = spec.ranks, spec.levels.index(hop.level)
@@ -65,7 +65,7 @@ def exchanged(
         ]
         continue
       arrived[rank] = [sent[peer][index] for peer in group]
-      # Both sides must agree on what passes between them.
+      # Sender and receiver must agree on the number of rows between them.
       for number, (peer, block) in enumerate(zip(group, arrived[rank], strict=True)):
         if peer != rank:
           size = pairs[rank, RECEIVED, number]
@@ -75,7 +75,7 @@ def exchanged(
 
 
 def followed(runs: np.ndarray, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> Any:
-  """Blocks of rows, as runs (to_block, to_place, from_block, from_place) say; -1 is nothing."""
+  """Fills blocks of rows by runs (to_block, to_place, from_block, from_place); -1 is no row."""
   blocks = [np.full(size, -1) for size in sizes]
   rows = [run for run in runs.tolist() if run[1] < NOWHERE]
   for i, (block, place, source, begin) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Arrays between processes and a mesh: each process has its part, and all get the same figures."""
+"""Moves arrays between processes and a mesh: each process has its part, all get the same totals."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jax.sharding import PartitionSpec as P
 
 
 def split(x: Any, mesh: Mesh, axis_name: str) -> jax.Array:
-  """An array that every process has whole, split along its first axis."""
+  """Splits an array that every process holds in full along its first axis."""
   sharding = NamedSharding(mesh, P(axis_name))
   return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def on_ranks(mesh: Mesh, axis_name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-  """A compiled function of each rank's parts."""
+  """Compiles `step`, a function of one rank's parts, for all ranks."""
   return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(axis_name), out_specs=P(axis_name)))
 
 
 def summed(mesh: Mesh, parts: Mapping[Any, np.ndarray]) -> np.ndarray:
-  """The sum over all devices, of an array `[n]` for each local one: the same on all processes."""
+  """Sums arrays `[n]`, one for each local device, over all devices; all processes get the sum."""
   return _over_devices(mesh, parts, jnp.sum)
 
 
 def largest(mesh: Mesh, parts: Mapping[Any, np.ndarray]) -> np.ndarray:
-  """The largest over all devices, likewise."""
+  """The elementwise maximum of such arrays over all devices."""
   return _over_devices(mesh, parts, jnp.max)
 
 

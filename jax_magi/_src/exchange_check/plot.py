@@ -1,4 +1,4 @@
-"""A picture of a report."""
+"""A chart of a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WRONG = "#d1495b"
 
 
 def plot_report(report: ExchangeReport, axes: Any = None) -> Any:
-  """Draws a bar for each hop and direction; returns the axes."""
+  """Draws a bar for each hop and direction, and returns the axes."""
   from matplotlib.figure import Figure
 
   hops = list(dict.fromkeys((rate.level, rate.name) for rate in report.rates))

@@ -1,4 +1,4 @@
-"""How fast a hop moves rows."""
+"""Measures how fast a hop moves rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_magi._src.exchange_check import on_mesh
 
 
 def large_hop(hop: Hop, ranks: Ranks, rows: int) -> Hop:
-  """A hop of the same kind, in which each rank moves `rows`, or a few more."""
+  """A hop of the same kind in which each rank sends at least `rows` rows, rounded up."""
   if hop.kind == "permute":
     return Hop(hop.level, hop.kind, (rows,), hop.shifts[:1])
   return Hop(hop.level, hop.kind, (math.ceil(rows / (ranks.group_size(hop.level) - 1)),))
@@ -36,17 +36,17 @@ def time_of(
   *,
   is_back: bool,
 ) -> float:
-  """Seconds that a hop takes on this process.
+  """The seconds that a hop takes on this process.
 
   Args:
-    mesh: with the axis.
-    axis_name: which.
-    hop: of full blocks.
-    ranks: of the axis.
-    width: elements of a row.
-    dtype: of rows.
-    repeats: of which the median is taken.
-    is_back: whether rows go back, as gradients do.
+    mesh: the mesh with the context-parallel axis.
+    axis_name: the name of that axis.
+    hop: the hop. All its blocks are full.
+    ranks: the ranks of the axis.
+    width: the number of elements of a row.
+    dtype: the dtype of the rows.
+    repeats: the number of measurements, whose median is returned.
+    is_back: whether to time the way back, which gradients take.
   """
   length = int(block_begins(hop, ranks)[-1])
   if hop.kind == "all_gather" and not is_back:
@@ -56,7 +56,7 @@ def time_of(
   sent = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
   group = ranks.group_size(hop.level)
   index = ranks.index(hop.level, np.arange(ranks.count))
-  # Nobody sends to itself.
+  # No rank sends rows to itself.
   sizes = np.where(index[:, None] == np.arange(group)[None], 0, hop.rows[0])
 
   def step(sent: jax.Array, pairs: Any) -> Any:
@@ -69,7 +69,7 @@ def time_of(
 
 
 def median_time(fun: Callable[[], Any], repeats: int) -> float:
-  """Seconds from a call to its result, after a first call that compiles."""
+  """The median seconds from a call to its result, after a first call that compiles."""
   jax.block_until_ready(fun())
   times = []
   for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""What a check found, as figures, text and a picture."""
+"""The result of a check, as figures, text and a chart."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.stats import LEVEL_NAMES
 
-# A transport that is slower than another by this factor is broken: differences of collectives,
-# or of how many rows cross between nodes, are smaller.
+# A transport that is slower than another by this factor is broken. The collectives of a transport,
+# and the number of rows that cross between nodes, make a smaller difference.
 TOO_SLOW = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeCheck:
-  """Rows that went through one program, all ranks together.
+  """The rows of all ranks that one program exchanged.
 
   Attributes:
-    transport: how they travelled.
-    collectives: what that is made of.
-    overlap_degree: of the keys.
-    direction: "cast"; "reduce", gradients in float32; or "reduce in bfloat16".
-    num_rows: rows that were compared.
-    num_wrong: those that were not what they should be.
+    transport: the transport that moved them.
+    collectives: the collectives that the transport used.
+    overlap_degree: the overlap degree of the keys.
+    direction: "cast" for rows; "reduce" for gradients sent in float32; or "reduce in bfloat16".
+    num_rows: the number of rows that were compared.
+    num_wrong: the number of rows that were wrong.
   """
 
   transport: str
@@ -38,15 +38,15 @@ class ExchangeCheck:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeRate:
-  """How fast a hop is.
+  """The speed of a hop.
 
   Attributes:
-    transport: that it is of.
+    transport: the transport that the hop is part of.
     level: "all", "node" or "local", as in `LevelStats`.
-    collective: such as "all_to_all".
-    direction: "cast"; or "reduce", gradients in float32.
-    num_bytes: what each rank sends to others.
-    time_ms: the median, of the slowest process.
+    collective: the collective of the hop, such as "all_to_all".
+    direction: "cast" for rows; "reduce" for gradients sent in float32.
+    num_bytes: the number of bytes that each rank sends to others.
+    time_ms: the median time of the slowest process.
   """
 
   transport: str
@@ -58,25 +58,26 @@ class ExchangeRate:
 
   @property
   def gb_per_s(self) -> float:
-    """Of each rank."""
+    """The bandwidth of each rank in GB/s."""
     return self.num_bytes / self.time_ms / 1e6
 
   @property
   def name(self) -> str:
-    """The transport, and the collective where that is another."""
+    """The transport, followed by the collective if its name differs."""
     return _name(self.transport, self.collective)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeReport:
-  """What `check_exchange` found: the same on all processes. `str(report)` is a table.
+  """The result of `check_exchange`, the same on all processes. Print it to see its tables.
 
   Attributes:
-    num_ranks: of the mesh axis.
-    ranks_per_node: neighbours that share a node.
-    platform: of the devices.
-    checks: for each transport, form, degree and direction, rows that are wrong.
-    rates: for each hop and direction, how fast it is.
+    num_ranks: the number of ranks of the mesh axis.
+    ranks_per_node: the number of neighbouring ranks that share a node.
+    platform: the platform of the devices.
+    checks: the number of wrong rows for each transport, set of collectives, overlap degree and
+      direction.
+    rates: the speed of each hop in each direction.
   """
 
   num_ranks: int
@@ -87,9 +88,9 @@ class ExchangeReport:
 
   @property
   def faults(self) -> list[str]:
-    """A sentence for each transport that is wrong, or ten times slower than another.
+    """A sentence for each transport that returns wrong rows, or is ten times slower than another.
 
-    Rates of CPUs are not judged: virtual devices share cores.
+    On CPUs the speed is not judged, because virtual devices share cores.
     """
     wrong = [
       f"{_name(check.transport, check.collectives)}: {check.num_wrong} of {check.num_rows} rows "
@@ -110,7 +111,7 @@ class ExchangeReport:
       raise RuntimeError("the exchange of rows is faulty: " + "; ".join(faults))
 
   def plot(self, axes: Any = None) -> Any:
-    """Draws GB/s of each hop, wrong transports in red, and returns the matplotlib axes.
+    """Draws the GB/s of each hop, with faulty transports in red, and returns the matplotlib axes.
 
     Needs matplotlib (`pip install jax-magi[plot]`).
     """
@@ -119,7 +120,7 @@ class ExchangeReport:
     return plot_report(self, axes)
 
   def level_name(self, level: str) -> str:
-    """In words."""
+    """The level in words."""
     is_one_node = level == ALL and self.ranks_per_node == self.num_ranks
     return "inside a node" if is_one_node else LEVEL_NAMES[level]
 
@@ -132,8 +133,8 @@ class ExchangeReport:
       best = max(peers, key=lambda rate: rate.gb_per_s)
       if rate.gb_per_s * TOO_SLOW <= best.gb_per_s:
         yield (
-          f"{rate.name}: moves {_rate(rate)} GB/s {self.level_name(rate.level)} in "
-          f"{rate.direction}, {best.name} {_rate(best)}"
+          f"{rate.name} moves {_rate(rate)} GB/s {self.level_name(rate.level)} in "
+          f"{rate.direction}, but {best.name} moves {_rate(best)} GB/s"
         )
 
   def _lines(self) -> Iterator[str]:
@@ -187,7 +188,7 @@ def _grouped(figures: Sequence[Any], columns: Any) -> Iterator[tuple[Any, list[A
 
 
 def _table(header: list[str], num_words: int, rows: Sequence[list[str]]) -> Iterator[str]:
-  """Lines of a table: `num_words` columns of words to the left, then numbers to the right."""
+  """Lines of a table: `num_words` left-aligned columns of words, then right-aligned numbers."""
   widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
   for row in (header, *rows):
     cells = [

@@ -1,4 +1,4 @@
-"""Random keys, in every form that a transport takes."""
+"""Random keys for every form of a transport."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jax_magi._src.context_parallel.make_keys import magi_attn_flex_key
 from jax_magi._src.masks.mask import AttentionMask
 
 _CHUNKS_OF_RANK = 4
-# Random draws of each mask below.
+# The number of random draws of each kind of mask below.
 _KEYS_OF_MASK = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-  """Keys of one spec, so that one compiled program serves all of them.
+  """Keys with the same spec, so that one compiled program serves all of them.
 
   Attributes:
-    transport: how rows travel.
-    keys: of different masks, or of different orders of chunks.
+    transport: the transport that moves the rows.
+    keys: keys of different masks, or of different orders of chunks.
   """
 
   transport: str
@@ -34,26 +34,26 @@ class Tables:
 
   @property
   def hops(self) -> tuple[tuple[Hop, ...], ...]:
-    """Of each transfer."""
+    """The hops of each transfer."""
     return self.keys[0].capacities.hops
 
   @property
   def collectives(self) -> str:
-    """What rows travel by, such as "all_gather, all_to_all" for two levels."""
+    """The collectives that move the rows, such as "all_gather, all_to_all" for two levels."""
     return ", ".join(hop.kind for hop in self.hops[-1])  # The last transfer has all levels.
 
 
 def make_tables(
   transport: str, ranks: Ranks, overlap_degree: int, local_rows: int, rng: np.random.Generator
 ) -> list[Tables]:
-  """Keys for each form of a transport: different collectives, and so different programs.
+  """Keys for each form of a transport. Forms use different collectives: one program each.
 
   Args:
     transport: one of `TRANSPORTS`.
-    ranks: of the axis.
+    ranks: the ranks of the axis.
     overlap_degree: as in `magi_attn_flex_key`.
-    local_rows: about so many rows of each rank.
-    rng: draws masks and orders.
+    local_rows: the approximate number of rows of each rank.
+    rng: the generator of masks and orders.
   """
   chunk_size = max(local_rows // _CHUNKS_OF_RANK, 4)
   forms = defaultdict(list)
@@ -70,7 +70,7 @@ def make_tables(
       ranks_per_node=ranks.per_node,
     )
     if make is _window and transport == "all_to_all":
-      # Only where the planner may choose does a permutation take the place of all_to_all.
+      # The planner replaces all_to_all by permutations only if it may choose the transport.
       plan = functools.partial(plan, transport="auto", ranks_per_node=None)
     capacities = plan().capacities
     kinds = [[(hop.level, hop.kind, hop.shifts) for hop in hops] for hops in capacities.hops]
@@ -79,13 +79,13 @@ def make_tables(
 
 
 def _of_one_program(form: Any) -> tuple[DistAttnKey, ...]:
-  """Keys that travel alike, with room for all."""
+  """Keys of the same form, with capacities that fit all of them."""
   room = functools.reduce(operator.or_, (capacities for _, capacities in form))
   return tuple(plan(capacities=room) for plan, _ in form)
 
 
 def _length(num_ranks: int, chunk_size: int) -> int:
-  """Tokens, of which the last chunk has too few."""
+  """A number of tokens that leaves the last chunk incomplete."""
   return num_ranks * _CHUNKS_OF_RANK * chunk_size - chunk_size // 2
 
 
@@ -96,7 +96,7 @@ def _random_order(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
 def _documents(
   rng: np.random.Generator, num_ranks: int, chunk_size: int
 ) -> tuple[AttentionMask, Any]:
-  """Few rows to few ranks: documents are a quarter of a chunk, on average."""
+  """Few ranks need few rows: the mean document is a quarter of a chunk."""
   length = _length(num_ranks, chunk_size)
   cuts = np.sort(rng.integers(0, length + 1, 4 * _CHUNKS_OF_RANK * num_ranks - 1))
   bounds = np.concatenate([[0], cuts, [length]])
@@ -105,10 +105,10 @@ def _documents(
 
 
 def _shared(rng: np.random.Generator, num_ranks: int, chunk_size: int) -> tuple[AttentionMask, Any]:
-  """Few rows to all ranks, so that their gradients are sums: a quarter of each chunk."""
+  """All ranks need a quarter of each chunk, so gradients of these rows are sums over ranks."""
   length, size = _length(num_ranks, chunk_size), chunk_size // 4
   num_chunks = num_ranks * _CHUNKS_OF_RANK
-  # The first half of the last chunk is there.
+  # The last chunk is half as long as the others, which leaves room for these keys.
   begins = np.arange(num_chunks) * chunk_size + rng.integers(0, size + 1, num_chunks)
   k_ranges = np.stack([begins, begins + size], axis=1)
   q_ranges = np.tile([0, length], (num_chunks, 1))
@@ -119,12 +119,12 @@ def _shared(rng: np.random.Generator, num_ranks: int, chunk_size: int) -> tuple[
 def _everything(
   rng: np.random.Generator, num_ranks: int, chunk_size: int
 ) -> tuple[AttentionMask, Any]:
-  """All rows to all ranks: between nodes, an all-gather takes the place of all_to_all."""
+  """All ranks need all rows: between nodes, an all-gather replaces all_to_all."""
   return AttentionMask.full(_length(num_ranks, chunk_size)), _random_order(rng, num_ranks)
 
 
 def _window(rng: np.random.Generator, num_ranks: int, chunk_size: int) -> tuple[AttentionMask, Any]:
-  """Rows to the next rank alone: permutations take the place of all_to_all."""
+  """Only the next rank needs a rank's rows: permutations replace all_to_all."""
   left = int(rng.integers(1, 2 * chunk_size))
   mask = AttentionMask.sliding_window(_length(num_ranks, chunk_size), left=left, right=0)
   return mask, "contiguous"
