@@ -187,7 +187,7 @@ def test_explanation_of_attention(change, reason, monkeypatch):
 
 def test_another_platform_has_no_kernels():
   assert {c.implementation for c in facts.choices("tpu")} == {"blockwise", "xla"}
-  assert all("kernels for cpu and cuda alone" in c.reason for c in facts.choices("tpu"))
+  assert all("kernels for cpu and cuda only" in c.reason for c in facts.choices("tpu"))
 
 
 @pytest.mark.parametrize("platform", list(BACKENDS))
@@ -215,7 +215,7 @@ def test_citation_and_changes_name_the_version():
 
 def test_documentation_shows_what_is_printed():
   shown = (ROOT / "docs" / "quick_start.md").read_text()
-  _, _, choices = report().partition("what a call takes")
+  _, _, choices = report().partition("implementations that calls use")
   for line in choices.splitlines()[1:]:
     # The choice differs from platform to platform; what is listed does not.
     assert re.split('native kernel|"', line)[0].rstrip() in shown
