@@ -166,7 +166,7 @@ def test_collectives_have_the_name_that_tells_most(kernel, hlo_op, name):
 
 
 def _gpu(shift=0):
-  """A step of 100 us: a transfer of 40, half of it beside attention, 5 beside a fusion."""
+  """A step of 100 us: a transfer of 40 overlaps attention for 20 and a fusion for 5."""
   return {
     COMPUTE: [
       Event("fusion", shift, shift + 20, {"hlo_op": "fusion.1", "correlation_id": shift + 1}),
@@ -294,8 +294,8 @@ def test_command_reports_draws_and_writes(tmp_path, capsys):
   png, figures = tmp_path / "picture.png", tmp_path / "figures.json"
   assert _run(tmp_path, "--png", png, "--json", figures) == 0
   out = capsys.readouterr().out
-  assert "37.5% of communication ran beside attention, 50.0% beside any work" in out
-  assert "0.040 exposed after fusion (fusion.1); then ForwardKernel (ffi_call.7)" in out
+  assert "37.5% of communication overlapped attention, 50.0% overlapped any work" in out
+  assert "0.040 exposed after fusion (fusion.1), before ForwardKernel (ffi_call.7)" in out
   assert str(png) in out
   assert png.read_bytes().startswith(b"\x89PNG")
   total = json.loads(figures.read_text())["total"]
@@ -407,7 +407,7 @@ def test_damaged_profiles_never_crash(tmp_path_factory, data):
 
 
 def test_profile_that_jax_records(tmp_path, capsys):
-  """Of CPUs, whose collectives run alone."""
+  """On CPUs, collectives overlap nothing."""
   mesh = make_mesh(cp=4)
   key = jax_magi.magi_attn_varlen_key([0, 40, 64], causal=True, cp_size=4, overlap_degree=1)
   q, k, v = (jnp.ones((64, heads, 16)) for heads in (4, 2, 2))

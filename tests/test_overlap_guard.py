@@ -154,7 +154,7 @@ def test_a_ragged_exchange_that_became_an_all_gather_is_rejected():
 def test_a_named_all_gather_of_a_ragged_exchange_is_rejected():
   for scope in (HIDDEN, SINGLE):
     (fault,) = _faults(_start(more=_in_scope("ragged", scope)), _attention("a"), _done())
-    assert "XLA has made an all-gather of a ragged exchange" in fault
+    assert "XLA has turned a ragged exchange into an all-gather" in fault
 
 
 def test_command_rejects_a_program(tmp_path, capsys):

@@ -95,7 +95,7 @@ def test_links_of_other_collectives_are_not_known():
   reduction = _collective("all-reduce", "f32[16]{0}", ALL)
   with pytest.raises(ValueError, match="all-reduce"):
     overlap.link_bytes(reduction, 8)
-  with pytest.raises(ValueError, match="names the ranks of c"):
+  with pytest.raises(ValueError, match="replica groups of c are"):
     overlap.link_bytes(_collective("all-gather", "f32[16]{0}", "replica_groups=v7:new"), 8)
 
 

@@ -105,7 +105,7 @@ def test_two_nodes_without_options():
 
 
 def test_program_for_cpus():
-  """Collectives are synchronous there, but each could run beside attention."""
+  """Collectives are synchronous there, but each could overlap attention."""
   mesh = make_mesh(cp=8)
   key = jax_magi.magi_attn_varlen_key([0, 70, 128], causal=True, cp_size=8, overlap_degree=2)
 
@@ -311,7 +311,7 @@ def test_command(tmp_path, capsys):
   captured = capsys.readouterr()
   row = "all-to-all-start.1    all_to_all   8.4 MB  async  ffi_call.193 (attention_forward)"
   assert row in captured.out
-  assert "of 73.4 MB, 99.9% may run beside attention" in captured.out
+  assert "of 73.4 MB, 99.9% may overlap attention" in captured.out
   assert captured.err == ""
   written = json.loads(figures.read_text())
   assert written["total"]["exposed_bytes"] == 32

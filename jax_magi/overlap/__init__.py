@@ -1,6 +1,6 @@
-"""How much communication runs beside attention: `python -m jax_magi.overlap --help`.
+"""Measures how much communication overlaps with attention: `python -m jax_magi.overlap --help`.
 
-trace = overlap.read_trace("profile")  # What jax.profiler.trace("profile") wrote.
+trace = overlap.read_trace("profile")  # The folder that jax.profiler.trace("profile") wrote to.
 for step in trace.steps:
   print(step.label, step.device, overlap.measure(step).overlap.hidden_share)
 

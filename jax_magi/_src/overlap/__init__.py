@@ -1,1 +1,1 @@
-"""How much communication ran beside attention: in a profile, and in a compiled program's text."""
+"""How much communication overlaps with attention, in a profile or a compiled program's text."""

@@ -26,19 +26,19 @@ _PICTURE = "overlap.png"
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command, and returns its exit status.
 
-  That is 0; 1 if less is hidden than `--require-hidden`, or a program has an exchange that must not
-  be so; 2 if there is nothing to report on.
+  The status is 0; 1 if less communication is hidden than `--require-hidden`, or if a program has a
+  faulty exchange (`faults_of`); 2 if the input cannot be used.
   """
   parser = _parser()
   options = parser.parse_args(arguments)
   if [options.trace is None, options.hlo is None, not options.flags].count(False) != 1:
     parser.error("give one of TRACE, --hlo FILE and --flags")
   if options.flags:
-    jax.config.update("jax_platforms", "cpu")  # Which it is does not matter to the flags.
+    jax.config.update("jax_platforms", "cpu")  # The flags do not depend on the platform.
     print(flags_text())
     return 0
   if options.hlo and (options.png or options.step or options.no_png):
-    parser.error("--png, --no-png and --step are for a TRACE: a schedule has no times to draw")
+    parser.error("--png, --no-png and --step need a TRACE: a schedule has no times to draw")
   try:
     overlap, figures, faults = _of_schedule(options.hlo) if options.hlo else _of_trace(options)
     if options.json:
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"jax_magi.overlap: {error}", file=sys.stderr)
     return 2
   if options.require_hidden is not None and overlap.hidden_share < options.require_hidden:
-    share = f"{overlap.hidden_share:.4f} of communication is hidden"
-    faults.append(f"{share}, less than {options.require_hidden}")
+    share = f"only {overlap.hidden_share:.4f} of communication is hidden"
+    faults.append(f"{share}, and --require-hidden is {options.require_hidden}")
   for fault in faults:
     print(f"jax_magi.overlap: {fault}", file=sys.stderr)
   return 1 if faults else 0
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m jax_magi.overlap",
-    description="How much communication runs beside attention kernels, in a profile that "
-    "jax.profiler wrote (TRACE), or by the order of a compiled program (--hlo).",
-    epilog="Exit status: 0; 1 if less is hidden than --require-hidden, or if the program of --hlo "
-    "has an exchange of keys, values or gradients with no attention kernel beside it (but with "
-    "overlap_degree=0), or a ragged one that XLA made an all-gather of; 2 if the input cannot be "
-    "used. A message says why.",
+    description="Reports how much communication overlaps with attention kernels: in a profile that "
+    "jax.profiler wrote (TRACE), or in the instruction order of a compiled program (--hlo).",
+    epilog="Exit status: 0; 1 if less communication is hidden than --require-hidden, or if the "
+    "program of --hlo has an exchange of keys, values or gradients that overlaps with no attention "
+    "kernel (unless overlap_degree=0), or a ragged exchange that XLA turned into an all-gather; 2 "
+    "if the input cannot be used. A message states the reason.",
   )
   parser.add_argument(
     "trace",
@@ -72,19 +72,22 @@ def _parser() -> argparse.ArgumentParser:
   )
   parser.add_argument("--hlo", metavar="FILE", help="the text of compiled.as_text()")
   parser.add_argument(
-    "--flags", action="store_true", help="print the XLA_FLAGS that we recommend, and no more"
+    "--flags", action="store_true", help="print the recommended XLA_FLAGS and exit"
   )
-  parser.add_argument("--json", metavar="FILE", help="write all figures there")
-  parser.add_argument("--png", metavar="FILE", help=f"where the picture goes ({_PICTURE})")
-  parser.add_argument("--no-png", action="store_true", help="draw none")
+  parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
   parser.add_argument(
-    "--step", metavar="N", help="the step to draw, its number or name (the last one)"
+    "--png", metavar="FILE", help=f"write the picture to this file (default: {_PICTURE})"
+  )
+  parser.add_argument("--no-png", action="store_true", help="draw no picture")
+  parser.add_argument(
+    "--step", metavar="N", help="the number or name of the step to draw (default: the last one)"
   )
   parser.add_argument(
     "--require-hidden",
     metavar="SHARE",
     type=_share,
-    help="exit with 1 if less of the communication (time, or bytes of a schedule) is hidden",
+    help="exit with 1 if less than this share of communication is hidden: of its time in a "
+    "profile, or of its bytes in a program",
   )
   return parser
 
@@ -113,7 +116,7 @@ def _of_trace(options: argparse.Namespace) -> tuple[Overlap, dict[str, Any], lis
 
 
 def _step_to_draw(trace: Trace, steps: Sequence[StepOverlap], wanted: str | None) -> StepOverlap:
-  """Of the devices that ran the step, the one whose communication was exposed the longest."""
+  """The wanted step, on the device whose communication was exposed the longest."""
   labels = trace.labels
   if wanted is not None:
     labels = [label for label in labels if wanted in (label, label.rpartition(" ")[2])]

@@ -1,4 +1,4 @@
-"""Which collectives of a program move keys, values and their gradients: our own."""
+"""Finds the exchanges of a program: our collectives, which move keys, values and gradients."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _SCOPE = re.compile(
   rf"\b(?:(?P<hidden>{EXCHANGE_SCOPE})|{SINGLE_EXCHANGE_SCOPE})"
   r"_(?P<kind>all_to_all|all_gather|permute|ragged)\b"
 )
-# What only hands an array on.
+# Opcodes that pass an array on unchanged, except for its layout.
 _VIEWS = ("bitcast", "copy", "get-tuple-element", "reshape", "transpose")
 
 
 class Exchange(NamedTuple):
-  """As in `ScheduledCollective`."""
+  """The fields `exchange` and `is_single` of a `ScheduledCollective`."""
 
   kind: str | None
   is_single: bool = False
 
 
 class Reader(Protocol):
-  """What has to be known of a program."""
+  """The questions about a program that this file asks."""
 
   module: Module
 
   def communicates(self, instruction: Instruction) -> str:
-    """The collective that an instruction is; "" for others."""
+    """The opcode of a collective; "" for other instructions."""
 
   def is_attention(self, instruction: Instruction) -> bool:
-    """Whether it is attention, or holds some."""
+    """Whether the instruction is attention, or calls a computation that contains attention."""
 
 
 def named_exchange(instruction: Instruction) -> Exchange | None:
-  """By the scope that a collective was traced in."""
+  """Recognizes an exchange by the named scope that it was traced in."""
   found = _SCOPE.search(instruction.op_name)
   return Exchange(found["kind"], not found["hidden"]) if found else None
 
@@ -45,10 +45,10 @@ def named_exchange(instruction: Instruction) -> Exchange | None:
 def nameless_exchanges(
   reader: Reader, instructions: tuple[Instruction, ...]
 ) -> dict[str, Exchange]:
-  """Ragged exchanges of a computation, and the all-gathers that XLA made for them, by name.
+  """Finds ragged exchanges, and the all-gathers that XLA made for them, by instruction name.
 
-  XLA rewrites a ragged exchange, and drops its name on the way. But the offsets and the zeros that
-  it takes, the operands after the rows, are computed in its scope.
+  When XLA rewrites a ragged exchange, it drops the scope from the collective. But the operands
+  after the rows, which are offsets and zeros, are computed in the same scope and keep it.
   """
   by_name = {instruction.name: instruction for instruction in instructions}
   found: dict[str, Exchange] = {}
@@ -69,7 +69,10 @@ def nameless_exchanges(
 def _sources(
   reader: Reader, by_name: dict[str, Instruction], names: Iterable[str]
 ) -> Iterator[Instruction]:
-  """All that values come from, as far as the last attention, and the insides of what is fused."""
+  """Yields the instructions that values come from, those inside fusions included.
+
+  The search ends at attention calls.
+  """
   waiting, seen = list(names), set()
   while waiting:
     name = waiting.pop()
@@ -85,7 +88,7 @@ def _sources(
 
 
 def _collective_behind(reader: Reader, by_name: dict[str, Instruction], name: str) -> str | None:
-  """The all-gather whose result an operand is."""
+  """The name of the all-gather that an operand is the result of; None if there is none."""
   while name in by_name:
     instruction = by_name[name]
     if reader.communicates(instruction) == "all-gather":

@@ -1,4 +1,4 @@
-"""Compiler options with which XLA runs communication beside computation."""
+"""Compiler options with which XLA overlaps communication with computation."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ from typing import Any
 
 import jax
 
-# With the reason of each.
+# Each option with its reason.
 _RECOMMENDED: dict[str, Any] = {
-  # XLA's scheduler that puts computation between the begin and the end of a collective. On Hopper
-  # it is on by itself only for programs without a collective that it has no cost for: not for those
-  # with `ragged_all_to_all`.
+  # This scheduler puts computation between the start and the end of a collective. On Hopper, XLA
+  # turns it on only if it has a cost model for all collectives of the program; it has none for
+  # `ragged_all_to_all`.
   "xla_gpu_enable_latency_hiding_scheduler": True,
-  # Communication that is ready goes before kernels that are. It is the default, and has to stay.
+  # When a collective and a kernel are both ready, the collective starts first. This is the default,
+  # and overlap depends on it.
   "xla_gpu_enable_highest_priority_async_stream": True,
-  # Two collectives in flight: a two-level exchange moves rows between nodes and inside them beside
-  # the same kernel. With one, the second runs before the kernel, beside nothing.
+  # Two collectives may be in flight. A two-level exchange moves rows between nodes and inside nodes
+  # during the same kernel. With a limit of one, the second collective runs before the kernel and
+  # is exposed.
   "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
 
 
 def recommended_flags() -> dict[str, Any]:
-  """The compiler options to give to `jax.jit` for a step with communication.
+  """Returns the compiler options that let XLA overlap communication with attention.
 
-  `jax.jit(step, compiler_options=recommended_flags())`; or, for all programs of a process,
-  `XLA_FLAGS=$(python -m jax_magi.overlap --flags)` in its environment.
+  Pass them to one program, `jax.jit(step, compiler_options=recommended_flags())`, or to all
+  programs of a process, with `XLA_FLAGS=$(python -m jax_magi.overlap --flags)` in its environment.
 
   Returns:
-    Those that the installed JAX knows. It warns of others, and leaves them out.
+    The options that the installed JAX knows, by name. For each other option, the function warns and
+    leaves it out.
   """
   known = {}
   for name, value in _RECOMMENDED.items():
     try:
       _compile_with({name: value})
-    except Exception as error:  # JAX has had several types for it.
+    except Exception as error:  # The type depends on the version of JAX.
       reason = (str(error).splitlines() or [repr(error)])[0]
       warnings.warn(
         f"jax {jax.__version__} does not take the compiler option {name}={value}, which jax_magi "
-        f"recommends: {reason}; look with `python -m jax_magi.overlap` whether communication "
+        f"recommends: {reason}; check with `python -m jax_magi.overlap` that communication "
         "overlaps without it",
         stacklevel=2,
       )
@@ -48,10 +51,10 @@ def recommended_flags() -> dict[str, Any]:
 
 
 def flags_text() -> str:
-  """The same, as XLA_FLAGS wants them."""
+  """The recommended options in the format of XLA_FLAGS."""
   return " ".join(f"--{name}={str(x).lower()}" for name, x in recommended_flags().items())
 
 
 def _compile_with(options: dict[str, Any]) -> None:
-  """Raises if there is no such option, whatever platform it is for."""
+  """Raises if JAX knows no such option. The platform of the option does not matter."""
   jax.jit(lambda x: x, compiler_options=options).lower(0).compile()

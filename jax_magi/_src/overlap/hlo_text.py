@@ -1,4 +1,4 @@
-"""Scheduled HLO text, as far as an order of instructions needs to be read."""
+"""Parses scheduled HLO text, as far as the order of instructions requires."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 import re
 
-_HOW_TO_GET = "give the text of `jax.jit(f).lower(...).compile().as_text()`"
+_HOW_TO_GET = "pass the text of `jax.jit(f).lower(...).compile().as_text()`"
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-$]+) (?:\(.*\) -> .*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-$]+) = (?P<rest>.+)$")
@@ -26,10 +26,10 @@ class Instruction:
   """One line of a computation.
 
   Attributes:
-    name: without `%`.
-    opcode: with `-start` or `-done`, as it stands.
-    shape: the result's.
-    operands: names.
+    name: the name of the instruction, without `%`.
+    opcode: the opcode, with its suffix `-start` or `-done`, if any.
+    shape: the shape of the result.
+    operands: the names of the operands.
     attributes: the rest of the line.
   """
 
@@ -41,37 +41,37 @@ class Instruction:
 
   @functools.cached_property
   def called(self) -> tuple[str, ...]:
-    """Computations that it calls."""
+    """The computations that the instruction calls."""
     return (*_CALLED.findall(self.attributes), *self._listed(_LISTS))
 
   @functools.cached_property
   def predecessors(self) -> tuple[str, ...]:
-    """What has to end before it begins: operands, and control dependencies."""
+    """The instructions that must end before this one begins: operands and control dependencies."""
     return (*self.operands, *self._listed(_CONTROL))
 
   @property
   def custom_call_target(self) -> str:
-    """What a custom call calls; "" for others."""
+    """The target of a custom call; "" for other instructions."""
     return self._attribute(r'custom_call_target="([^"]*)"')
 
   @property
   def op_name(self) -> str:
-    """The scopes and the JAX operation that it comes from; "" where XLA has not kept them."""
+    """The named scopes and the JAX operation it comes from; "" if XLA has not kept them."""
     return self._attribute(r'\bop_name="([^"]*)"')
 
   @property
   def is_sync(self) -> bool:
-    """Whether XLA runs it to its end before anything else, in whatever form it stands."""
+    """Whether XLA runs the instruction synchronously, even if it is written as a start."""
     return bool(self._attribute(r'("is_sync":true)'))
 
   @property
   def trip_count(self) -> int:
-    """How often a loop runs; 1 for others, and where XLA does not know."""
+    """The number of iterations of a loop; 1 for other instructions, and if XLA does not know."""
     return int(self._attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
 
   @property
   def num_bytes(self) -> int:
-    """Of the result."""
+    """The size of the result in bytes."""
     return num_bytes(self.shape)
 
   def _listed(self, pattern: re.Pattern[str]) -> list[str]:
@@ -87,10 +87,10 @@ class Module:
   """A program.
 
   Attributes:
-    name: its name.
-    entry: the name of the computation that it begins with.
-    num_devices: that it runs on.
-    computations: instructions by computation, in the order in which they run.
+    name: the name of the module.
+    entry: the name of the entry computation.
+    num_devices: the number of devices that the program runs on.
+    computations: the instructions of each computation, in the order in which they run.
   """
 
   name: str
@@ -100,10 +100,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-  """Reads the text of one scheduled module; what stands around it does no harm.
+  """Parses the text of one scheduled module. Text around it is ignored.
 
   Raises:
-    ValueError: it is not that; it says what it is, and what to give instead.
+    ValueError: if the text is something else. The message says what, and what to pass instead.
   """
   headers = re.findall(r"^HloModule ([^\s,]+)(.*)$", text, re.MULTILINE)
   if not headers:
@@ -112,7 +112,7 @@ def parse(text: str) -> Module:
     raise ValueError(f"it is not HLO, which has a line `HloModule NAME, ...`: {_HOW_TO_GET}")
   if len(headers) > 1:
     names = ", ".join(name for name, _ in headers)
-    raise ValueError(f"it holds {len(headers)} modules ({names}): give a file for each")
+    raise ValueError(f"it holds {len(headers)} modules ({names}): pass one file for each")
   (name, header), *_ = headers
   if "is_scheduled=true" not in header:
     raise ValueError(
@@ -157,7 +157,7 @@ def _instruction(name: str, rest: str) -> Instruction | None:
 
 
 def _balanced(text: str) -> int:
-  """Where the parenthesis that `text` begins with is closed: one past it."""
+  """The position after the parenthesis that closes the one at the start of `text`."""
   depth = 0
   for found in re.finditer(r"[()]", text):
     depth += 1 if found[0] == "(" else -1
@@ -167,7 +167,7 @@ def _balanced(text: str) -> int:
 
 
 def num_bytes(shape: str) -> int:
-  """The size of an array, or of all arrays of a tuple, each rounded up to bytes."""
+  """The size in bytes of an array, or of all arrays of a tuple, each rounded up."""
   total = 0
   for found in _ARRAY.finditer(shape):
     sizes = [int(size) for size in found["sizes"].replace("<=", "").split(",") if size]

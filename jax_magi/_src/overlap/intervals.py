@@ -1,4 +1,4 @@
-"""Sets of points on a line of integers, as sorted, disjoint, non-empty half-open intervals."""
+"""Sets of integers, as sorted, disjoint, non-empty half-open intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-  """The set that any intervals cover together, in any order, overlapping or empty."""
+  """The union of intervals, which may be unsorted, overlapping or empty."""
   out: list[Interval] = []
   for begin, end in sorted(intervals):
     if begin >= end:
@@ -22,7 +22,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-  """What is in both of two sets. Fast where `a` is much the smaller."""
+  """The intersection of two sets. Fast if `a` is much smaller than `b`."""
   out = []
   for begin, end in a:
     for other_begin, other_end in _meeting(b, begin, end):
@@ -31,7 +31,7 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 
 
 def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-  """What is in set `a` but not in set `b`. Fast where `a` is much the smaller."""
+  """The points of set `a` that are not in set `b`. Fast if `a` is much smaller than `b`."""
   out = []
   for begin, end in a:
     for other_begin, other_end in _meeting(b, begin, end):
@@ -44,7 +44,7 @@ def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
 
 
 def _meeting(a: Sequence[Interval], begin: int, end: int) -> Iterator[Interval]:
-  """The intervals of a set that share a point with another."""
+  """Yields the intervals of a set that share a point with [begin, end)."""
   index = bisect.bisect_right(a, begin, key=lambda interval: interval[1])
   while index < len(a) and a[index][0] < end:
     yield a[index]
@@ -52,5 +52,5 @@ def _meeting(a: Sequence[Interval], begin: int, end: int) -> Iterator[Interval]:
 
 
 def length(a: Sequence[Interval]) -> int:
-  """How many points a set has."""
+  """The number of points in a set."""
   return sum(end - begin for begin, end in a)

@@ -1,4 +1,4 @@
-"""Which kernels and HLO operations are communication, and which are attention."""
+"""Sorts kernels and HLO operations into communication, attention and other work."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ COLLECTIVES = (
 
 
 class Kind(enum.Enum):
-  """What something on the device does."""
+  """What a kernel or an instruction does."""
 
   ATTENTION = "attention"
   COMMUNICATION = "communication"
   OTHER = "other"
 
 
-# A kernel is named by its C++ declaration. The letters before keep other kernels of this package
-# out, which prepare an attention kernel's run, or compute softmax.
+# A kernel is named by its C++ declaration. The lookbehind excludes other kernels of this package,
+# whose names have a prefix: those that prepare attention, and those of softmax.
 _ATTENTION_KERNEL = re.compile(r"jax_magi.*?(?<![A-Za-z])(?:Forward|Backward)Kernel")
-# In the case of C++ names: a fusion of XLA may be called `reduce_scatter_fusion` for what it fuses.
+# Case matters: XLA may name a fusion `reduce_scatter_fusion` after an operation that it contains.
 _COMMUNICATION_KERNEL = re.compile(
   r"nccl|nvshmem|MemcpyP2P|AllReduce|AllGather|ReduceScatter|AllToAll|CollectivePermute"
   r"|StandInCommunication"
 )
-# The instruction's name begins with its opcode, or with JAX's name of it. Fusions that only hold
-# such a word do not.
+# The name of a collective begins with its opcode, or with JAX's name of the operation. Names of
+# fusions may contain such a word, but do not begin with it.
 _JAX_NAMES = (*(name.replace("-", "_") for name in COLLECTIVES), "pmax", "pmin", "ppermute", "psum")
 _COLLECTIVE_OP = re.compile(
   rf"(?:(?:{'|'.join(COLLECTIVES)})(?:-start|-done)?|(?:{'|'.join(_JAX_NAMES)})(?:_invariant)?)"
@@ -47,7 +47,7 @@ _COLLECTIVE_OP = re.compile(
 
 
 def kernel_kind(kernel: str, hlo_op: str) -> Kind:
-  """The kind of a GPU's kernel or copy, by its name and the HLO instruction it was launched for."""
+  """The kind of a GPU's kernel or copy, from its name and the HLO instruction that launched it."""
   if _ATTENTION_KERNEL.search(kernel):
     return Kind.ATTENTION
   if is_collective(hlo_op) or _COMMUNICATION_KERNEL.search(_function(kernel)):
@@ -56,9 +56,9 @@ def kernel_kind(kernel: str, hlo_op: str) -> Kind:
 
 
 def thunk_kind(hlo_op: str) -> Kind:
-  """The kind of what a CPU runs, whose profile names HLO instructions only.
+  """The kind of an event in a CPU's profile, which names only HLO instructions.
 
-  It does not say what a custom call calls: each one of the FFI is taken for attention.
+  The profile does not name the targets of custom calls, so each FFI call counts as attention.
   """
   if hlo_op.startswith(INSTRUCTION_NAME):
     return Kind.ATTENTION
@@ -73,16 +73,16 @@ def custom_call_kind(target: str) -> Kind:
 
 
 def is_collective(hlo_op: str) -> bool:
-  """Whether an instruction's name is that of a collective."""
+  """Whether the name of an instruction is that of a collective."""
   return _COLLECTIVE_OP.match(hlo_op) is not None
 
 
 def short_name(kernel: str) -> str:
-  """`void a::B<c>(d)` -> `B`."""
+  """The name of a kernel without namespaces: `void a::B<c>(d)` -> `B`."""
   return _function(kernel).rpartition("::")[2] or kernel
 
 
 def _function(kernel: str) -> str:
-  """The name without return type, arguments and those of the template: `a::B`."""
+  """The name without return type, arguments and template arguments: `a::B`."""
   name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
   return re.split(r"[<(]", name, maxsplit=1)[0].strip()

@@ -1,4 +1,4 @@
-"""How many bytes a collective sends over which links, by the text of a compiled program."""
+"""How many bytes a collective sends over each kind of link, from a compiled program's text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax_magi._src.overlap.schedule import ScheduledCollective
 
 
 class LinkBytes(NamedTuple):
-  """Bytes that the busiest rank sends, each time that the collective runs.
+  """The bytes that the busiest rank sends each time the collective runs.
 
   Attributes:
-    between_nodes: to ranks of other nodes.
-    inside_node: to others of its own.
+    between_nodes: bytes to ranks of other nodes.
+    inside_node: bytes to other ranks of its own node.
   """
 
   between_nodes: int
@@ -23,22 +23,23 @@ class LinkBytes(NamedTuple):
 
 
 def link_bytes(collective: ScheduledCollective, ranks_per_node: int) -> LinkBytes:
-  """What a collective sends between nodes and inside them.
+  """Returns the bytes that a collective sends between nodes and inside them.
 
-  An all-to-all, and a permutation, send each block to its rank. For a ragged exchange that is as
-  much as fits its buffer, as sizes are data. An all-gather, and a reduce-scatter, are rings: each
-  block enters each node once, over any of the links of its ranks in turn, and goes round inside.
+  An all-to-all and a permutation send each block directly to its rank. The sizes of a ragged
+  exchange are data, so it counts as if its buffer were full. An all-gather and a reduce-scatter are
+  rings: each block enters each node once, over the links of its ranks in turn, and then passes
+  along the ranks of the node.
 
   Args:
-    collective: of those kinds.
-    ranks_per_node: neighbours of the mesh's order that share a node.
+    collective: an all-to-all, a permutation, a ragged exchange, an all-gather or a reduce-scatter.
+    ranks_per_node: the number of neighbouring ranks, in the order of the mesh, that share a node.
 
   Raises:
-    ValueError: it is of another kind, or the text names its ranks in a way that is not known.
+    ValueError: if the collective is of another kind, or the format of its groups is unknown.
   """
   groups, size = collective.groups, collective.num_bytes
   if not groups:
-    raise ValueError(f"the text names the ranks of {collective.name} in a way that is not known")
+    raise ValueError(f"the replica groups of {collective.name} are in an unknown format")
   if collective.opcode == "collective-permute":
     return _of_pairs(groups, size, ranks_per_node)
   if collective.opcode in ("all-to-all", "ragged-all-to-all"):
@@ -46,9 +47,12 @@ def link_bytes(collective: ScheduledCollective, ranks_per_node: int) -> LinkByte
   if collective.opcode == "all-gather":
     return _busiest(groups, size, ranks_per_node, _of_ring)
   if collective.opcode == "reduce-scatter":
-    # Its result is one block.
+    # The result of a reduce-scatter is one block.
     return _busiest(groups, size * len(groups[0]), ranks_per_node, _of_ring)
-  raise ValueError(f"the bytes on links of {collective.name} are not known: {collective.opcode}")
+  raise ValueError(
+    f"link_bytes does not know which links {collective.name} uses: its opcode is "
+    f"{collective.opcode}"
+  )
 
 
 def _of_pairs(pairs: Groups, size: int, ranks_per_node: int) -> LinkBytes:
@@ -64,7 +68,7 @@ def _of_pairs(pairs: Groups, size: int, ranks_per_node: int) -> LinkBytes:
 def _busiest(
   groups: Groups, size: int, ranks_per_node: int, sent: Callable[[int, int, int], tuple[int, int]]
 ) -> LinkBytes:
-  """The most of any group and node: `sent(size, ranks of the group, those of them in a node)`."""
+  """The maximum over groups and nodes of `sent(size, ranks in group, ranks in group and node)`."""
   found = [
     sent(size, len(group), mine)
     for group in groups

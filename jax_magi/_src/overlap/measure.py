@@ -1,4 +1,4 @@
-"""How much of the communication of a profile ran beside attention, beside other work, or alone."""
+"""How much communication of a profile overlapped attention, overlapped other work, or ran alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from jax_magi._src.overlap.trace import Kernel, Step
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-  """Communication, divided; in picoseconds of a profile, or bytes of a schedule.
+  """Communication, divided by what it overlapped with.
+
+  The unit is picoseconds for a profile, and bytes for a schedule.
 
   Attributes:
-    attention: what ran beside attention kernels.
-    other: of the rest, what ran beside other work of the device.
-    exposed: of the rest: what ran alone.
+    attention: the part that overlapped attention kernels.
+    other: the part of the remainder that overlapped other work of the device.
+    exposed: the rest, which overlapped nothing.
   """
 
   attention: int = 0
@@ -28,17 +30,17 @@ class Overlap:
 
   @property
   def communication(self) -> int:
-    """All of it."""
+    """All communication: the sum of the three parts."""
     return self.attention + self.other + self.exposed
 
   @property
   def hidden_share(self) -> float:
-    """What ran beside any work, of all; 1 if there is no communication."""
+    """The share that overlapped any work; 1 if there is no communication."""
     return self._share(self.attention + self.other)
 
   @property
   def attention_share(self) -> float:
-    """What ran beside attention, of all; 1 if there is no communication."""
+    """The share that overlapped attention; 1 if there is no communication."""
     return self._share(self.attention)
 
   def _share(self, part: int) -> float:
@@ -52,12 +54,12 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-  """An exposed piece of communication: the device ran nothing else.
+  """A period in which the device ran nothing but communication.
 
   Attributes:
-    after: the last work that had ended, in words.
-    before: the next that began: it waited.
-    time_ps: how long the piece is.
+    after: the last work that ended before it, in words.
+    before: the next work that began after it.
+    time_ps: the length of the period in picoseconds.
   """
 
   after: str
@@ -67,13 +69,14 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveOverlap:
-  """One collective of the program, in one step or several.
+  """One collective of the program, in one or several steps.
 
   Attributes:
-    name: its HLO instruction; where that is not a collective, the kernel's name too.
-    count: how many kernels ran for it.
-    overlap: its time, divided.
-    waits: where it was exposed, longest first; the same place of several steps is one.
+    name: the HLO instruction; if that is not a collective, the name of the kernel, too.
+    count: the number of kernels that ran for it.
+    overlap: the time of the collective, divided.
+    waits: the periods in which it was exposed, longest first. Periods at the same place of several
+      steps are added up.
   """
 
   name: str
@@ -84,12 +87,12 @@ class CollectiveOverlap:
 
 @dataclasses.dataclass(frozen=True)
 class StepOverlap:
-  """One step of one device.
+  """The communication of one step on one device.
 
   Attributes:
-    step: which one.
-    overlap: communication time, divided. Collectives that ran at the same time count once.
-    collectives: each on its own.
+    step: the step.
+    overlap: the communication time, divided. Collectives that ran at the same time count once.
+    collectives: the overlap of each collective on its own.
   """
 
   step: Step
@@ -98,7 +101,7 @@ class StepOverlap:
 
 
 def measure(step: Step) -> StepOverlap:
-  """Divides the communication of a step by what ran at the same time on the same device."""
+  """Divides the communication time of a step by what ran at the same time on the same device."""
   by_kind = {kind: [k for k in step.kernels if k.kind is kind] for kind in Kind}
   attention = _covered(by_kind[Kind.ATTENTION])
   other = intervals.difference(_covered(by_kind[Kind.OTHER]), attention)
@@ -117,12 +120,12 @@ def measure(step: Step) -> StepOverlap:
 
 
 def total_of(overlaps: Iterable[Overlap]) -> Overlap:
-  """Their sum."""
+  """The sum of overlaps."""
   return sum(overlaps, Overlap())
 
 
 def joined_collectives(steps: Iterable[StepOverlap]) -> list[CollectiveOverlap]:
-  """Each collective once, over all steps and devices given; the most exposed first."""
+  """Adds up each collective over all given steps and devices; the most exposed comes first."""
   by_name = collections.defaultdict(list)
   for step in steps:
     for collective in step.collectives:
@@ -148,7 +151,7 @@ def _divide(
   attention: list[intervals.Interval],
   other: list[intervals.Interval],
 ) -> Overlap:
-  """`other` has nothing of `attention`."""
+  """Divides the time of `kernels`. `attention` and `other` must be disjoint."""
   covered = _covered(kernels)
   beside_attention = intervals.length(intervals.intersection(covered, attention))
   beside_other = intervals.length(intervals.intersection(covered, other))
@@ -157,7 +160,7 @@ def _divide(
 
 
 class _Work:
-  """All that is not communication, by when it began and by when it ended."""
+  """All kernels that are not communication, sorted by begin and by end."""
 
   def __init__(self, kernels: Iterable[Kernel]) -> None:
     self.by_begin = sorted(kernels, key=lambda kernel: kernel.begin_ps)
@@ -169,12 +172,12 @@ class _Work:
     return _joined_waits(Wait(self._last(b), self._first(e), e - b) for b, e in pieces)
 
   def _last(self, time: int) -> str:
-    """What had ended last."""
+    """The work that ended last before a time."""
     index = bisect.bisect_right(self.by_end, time, key=lambda kernel: kernel.end_ps) - 1
     return str(self.by_end[index]) if index >= 0 else "the step's beginning"
 
   def _first(self, time: int) -> str:
-    """What begins first from then on."""
+    """The work that begins first at or after a time."""
     index = bisect.bisect_left(self.by_begin, time, key=lambda kernel: kernel.begin_ps)
     return str(self.by_begin[index]) if index < len(self.by_begin) else "the step's end"
 

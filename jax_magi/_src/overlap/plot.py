@@ -1,4 +1,4 @@
-"""A picture of a step: what ran when."""
+"""Draws the timeline of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLORS = {
 
 
 def plot_step(step: Step, axes: Any = None) -> Any:
-  """Draws one step of one device, a lane for each stream, and returns the matplotlib axes.
+  """Draws one step of one device with a lane for each stream, and returns the matplotlib axes.
 
   Needs matplotlib (`pip install jax-magi[plot]`).
   """
@@ -55,7 +55,7 @@ def plot_step(step: Step, axes: Any = None) -> Any:
 
 
 def save_picture(step: Step, path: str | Path) -> None:
-  """Draws one step of one device to a file; its name says the format."""
+  """Draws one step of one device to a file. The extension of its name selects the format."""
   plot_step(step).figure.savefig(path, dpi=150)
 
 
@@ -64,7 +64,7 @@ def _communicates(kernel: Kernel) -> bool:
 
 
 def _lanes(step: Step) -> list[str]:
-  """Those of work, then those of communication alone, each by when it was first used."""
+  """The lanes with work, then those with only communication, each in order of first use."""
   lanes = dict.fromkeys(kernel.lane for kernel in step.kernels if not _communicates(kernel))
   return list(lanes | dict.fromkeys(kernel.lane for kernel in step.kernels))
 
@@ -72,7 +72,7 @@ def _lanes(step: Step) -> list[str]:
 def _bars(
   kernels: list[Kernel], work: list[intervals.Interval]
 ) -> dict[str, list[intervals.Interval]]:
-  """What a lane shows, by colour. `work` is when anything but communication ran."""
+  """The intervals of a lane by label. `work` is the time in which non-communication kernels ran."""
 
   def spans(kind: Kind) -> list[intervals.Interval]:
     return [(k.begin_ps, k.end_ps) for k in kernels if k.kind is kind]
@@ -87,10 +87,11 @@ def _bars(
 
 
 def _write_names(axes: Any, row: int, kernels: list[Kernel], begin: int, end: int) -> None:
-  """Into bars that have room."""
+  """Writes the names of kernels into bars that are long enough."""
   for kernel in kernels:
     name = str(kernel) if _communicates(kernel) else kernel.name
     share = (kernel.end_ps - kernel.begin_ps) / (end - begin)
-    if kernel.kind is not Kind.OTHER and share * 150 > len(name):  # Letters across the picture.
+    # About 150 letters fit across the picture.
+    if kernel.kind is not Kind.OTHER and share * 150 > len(name):
       middle = ((kernel.begin_ps + kernel.end_ps) / 2 - begin) / _PS_PER_MS
       axes.text(middle, row, name, ha="center", va="center", fontsize=8, color="white")

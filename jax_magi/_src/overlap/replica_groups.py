@@ -1,4 +1,4 @@
-"""Which devices a collective is among, in every way that XLA writes it."""
+"""Parses the device groups of a collective, in each format that XLA writes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ _MESH = re.compile(
   r"(?:, device_ids=\((?P<ids>(?:[^()]|\([\d,]*\))*)\))? \{(?P<grouped>[^}]*)\}"
 )
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-# `'cp'=8`; and `'cp'` or, of a part of an axis, `'cp':(2)4`, with what is before it and its size.
+# An axis with its size, `'cp'=8`; and a grouped axis, `'cp'`, or a part of one, `'cp':(2)4`: here
+# the product of the parts before it is 2, and its size is 4.
 _AXIS = re.compile(r"(['\"]?)(?P<name>[\w.\-]+)\1=(?P<size>\d+)")
 _AXIS_PART = re.compile(r"(['\"]?)(?P<name>[\w.\-]+)\1(?::\((?P<before>\d+)\)(?P<size>\d+))?")
 
 
 def groups_of(attributes: str, num_devices: int) -> Groups:
-  """The groups of a collective; those of a permutation are its (sender, receiver) pairs.
+  """The groups of a collective; for a permutation, its (sender, receiver) pairs.
 
   Args:
-    attributes: of the instruction.
-    num_devices: of the program, which all are one group where none is written.
+    attributes: the attributes of the instruction.
+    num_devices: the number of devices of the program. If the instruction has no groups, all devices
+      are one group.
 
   Returns:
-    Nothing where they are written in a way that is not known.
+    The groups, or an empty tuple if their format is unknown.
   """
   if found := _PAIRS.search(attributes):
     return _lists(found[1])
@@ -46,12 +48,15 @@ def groups_of(attributes: str, num_devices: int) -> Groups:
 
 
 def _lists(text: str) -> Groups:
-  """`{0,1},{2,3}`."""
+  """Parses `{0,1},{2,3}`."""
   return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]*)\}", text))
 
 
 def _iota(text: str) -> np.ndarray:
-  """`[8,2]<=[2,8]T(1,0)`: all ids in a shape, transposed, in another shape; or the right side."""
+  """Parses `[8,2]<=[2,8]T(1,0)`: ids 0 to 15 shaped `[2, 8]`, transposed, reshaped to `[8, 2]`.
+
+  The part before `<=` is optional.
+  """
   shapes = [_numbers(shape) for shape in re.findall(r"\[([\d,]+)\]", text)]
   ids = np.arange(math.prod(shapes[-1])).reshape(shapes[-1])
   if order := re.search(r"T\(([\d,]+)\)", text):
@@ -60,7 +65,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, ids: str | None, grouped: str) -> Groups:
-  """`mesh['a'=2,'b'=8]`, perhaps with the devices' order, and `{'b'}`: the axes of a group."""
+  """Parses `mesh['a'=2,'b'=8]`, with an optional order of devices, and the grouped axes `{'b'}`."""
   sizes = {found["name"]: int(found["size"]) for found in _AXIS.finditer(axes)}
   if ids is None:
     devices = np.arange(math.prod(sizes.values()))
@@ -71,7 +76,8 @@ def _mesh_groups(axes: str, ids: str | None, grouped: str) -> Groups:
     for found in _AXIS_PART.finditer(grouped)
   ]
   shape: list[int] = []
-  place: dict[tuple[str, int], int] = {}  # Of an axis' part that is grouped, by what is before it.
+  # The dimension of each grouped part, by axis and by the product of the parts before it.
+  place: dict[tuple[str, int], int] = {}
   for name, size in sizes.items():
     done = 1
     for _, before, part in sorted(p for p in parts if p[0] == name):

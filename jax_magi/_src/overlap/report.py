@@ -1,4 +1,4 @@
-"""The figures, as text to read and as JSON."""
+"""Formats the figures as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jax_magi._src.overlap.measure import (
 from jax_magi._src.overlap.schedule import Schedule, ScheduledCollective
 from jax_magi._src.overlap.trace import Trace
 
-_MAX_ROWS = 20  # Of each table; JSON has all.
-_MAX_WAITS = 2  # Of each collective.
+_MAX_ROWS = 20  # Rows of each table in the text. The JSON has all.
+_MAX_WAITS = 2  # Waits of each collective in the text.
 _PS_PER_MS = 10**9
 _COLUMNS = ("total", "attention", "other", "exposed", "hidden")
 
 
 def trace_text(trace: Trace, steps: Sequence[StepOverlap]) -> str:
-  """The report of a profile, whose steps were measured."""
+  """The report of a profile. `steps` are the measured steps."""
   return "\n".join(_trace_lines(trace, steps))
 
 
@@ -56,14 +56,14 @@ def _trace_lines(trace: Trace, steps: Sequence[StepOverlap]) -> Iterator[str]:
   below = [_wait_lines(collective) for collective in collectives]
   yield from _table(header, rows, "collectives", below=below)
   yield ""
-  ran = f"{_percent(total.attention_share)} of communication ran beside attention"
-  yield f"{ran}, {_percent(total.hidden_share)} beside any work"
+  ran = f"{_percent(total.attention_share)} of communication overlapped attention"
+  yield f"{ran}, {_percent(total.hidden_share)} overlapped any work"
   for note in trace.notes:
     yield f"note: {note}"
 
 
 def _row(name: str, overlap: Overlap, divisor: int = 1) -> list[str]:
-  """`divisor` is the number of devices of which the mean is meant."""
+  """A row of the table. Times are divided by `divisor`, to get a mean over devices."""
   parts = (overlap.communication, overlap.attention, overlap.other, overlap.exposed)
   times = [f"{part / divisor / _PS_PER_MS:.3f}" for part in parts]
   return [name, *times, _percent(overlap.hidden_share)]
@@ -71,7 +71,7 @@ def _row(name: str, overlap: Overlap, divisor: int = 1) -> list[str]:
 
 def _wait_lines(collective: CollectiveOverlap) -> list[str]:
   lines = [
-    f"  {wait.time_ps / _PS_PER_MS:.3f} exposed after {wait.after}; then {wait.before}"
+    f"  {wait.time_ps / _PS_PER_MS:.3f} exposed after {wait.after}, before {wait.before}"
     for wait in collective.waits[:_MAX_WAITS]
   ]
   missing = len(collective.waits) - _MAX_WAITS
@@ -102,11 +102,11 @@ def _schedule_lines(schedule: Schedule) -> Iterator[str]:
     ]
     below = [_exposed_lines(collective) for collective in inside]
     yield ""
-    header = [f"{computation}{times}", "exchange", "size", "form", "beside"]
+    header = [f"{computation}{times}", "exchange", "size", "form", "overlaps"]
     yield from _table(header, rows, "collectives", below=below)
   total = schedule.overlap
-  may_run = f"{_percent(total.attention_share)} may run beside attention"
-  heavy = f"{_percent(total.hidden_share)} beside attention or matmuls"
+  may_run = f"{_percent(total.attention_share)} may overlap attention"
+  heavy = f"{_percent(total.hidden_share)} may overlap attention or matmuls"
   yield ""
   yield f"of {_size(total.communication)}, {may_run}, {heavy}"
 
@@ -123,9 +123,9 @@ def _beside(collective: ScheduledCollective) -> str:
 def _exposed_lines(collective: ScheduledCollective) -> list[str]:
   if not collective.overlap.exposed:
     return []
-  lines = [f"  exposed after {collective.after}; then {collective.before}"]
+  lines = [f"  exposed after {collective.after}, before {collective.before}"]
   if collective.independent_attention:
-    lines.append(f"  could run beside {_few(collective.independent_attention)}")
+    lines.append(f"  could overlap {_few(collective.independent_attention)}")
   return lines
 
 
@@ -141,19 +141,19 @@ def _table(
   last_row: list[str] | None = None,
   below: Sequence[list[str]] | None = None,
 ) -> Iterator[str]:
-  """Lines of a table: numbers to the right, words to the left.
+  """The lines of a table, with numbers aligned right and words aligned left.
 
   Args:
-    header: the columns' names.
-    rows: of which the first ones are shown.
-    what: the rows are, in a word.
-    last_row: shown in any case.
-    below: lines after each row.
+    header: the names of the columns.
+    rows: the rows, of which the first `_MAX_ROWS` are shown.
+    what: a plural noun for the rows.
+    last_row: a row that is always shown.
+    below: additional lines below each row.
   """
   shown = list(rows[:_MAX_ROWS])
   last_rows = [last_row] if last_row else []
   widths = _widths([header, *shown, *last_rows])
-  is_last_words = header[-1] == "beside"
+  is_last_words = header[-1] == "overlaps"
 
   def line(row: list[str]) -> str:
     cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
@@ -181,12 +181,12 @@ def _size(num_bytes: int) -> str:
 
 
 def _percent(share: float) -> str:
-  # Never "100%" for less than all of it.
+  # Round down, so that less than all is never "100%".
   return f"{int(share * 1000) / 10:.1f}%"
 
 
 def trace_json(trace: Trace, steps: Sequence[StepOverlap]) -> dict[str, Any]:
-  """The same figures for programs, complete."""
+  """All figures of a profile, for other programs to read."""
   return {
     "paths": [str(path) for path in trace.paths],
     "step_source": trace.step_source,
@@ -219,7 +219,7 @@ def _times(overlap: Overlap) -> dict[str, float]:
 
 
 def schedule_json(schedule: Schedule) -> dict[str, Any]:
-  """The same figures for programs, complete."""
+  """All figures of a compiled program, for other programs to read."""
   return {
     "module": schedule.module,
     "num_attention": schedule.num_attention,

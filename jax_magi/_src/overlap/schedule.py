@@ -1,4 +1,4 @@
-"""What may run beside each collective of a compiled program, by the order XLA chose."""
+"""Finds what may overlap with each collective of a compiled program, from XLA's schedule."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from jax_magi._src.overlap.kinds import COLLECTIVES, Kind, custom_call_kind
 from jax_magi._src.overlap.measure import Overlap, total_of
 from jax_magi._src.overlap.replica_groups import Groups, groups_of
 
-# Nothing runs on the device for these.
+# Opcodes for which nothing runs on the device.
 _FREE = frozenset(
   "after-all add-dependency bitcast constant get-tuple-element opt-barrier parameter partition-id "
   "replica-id tuple".split()
 )
-# What takes long enough to hide something; other instructions between begin and end do not count.
+# Instructions that take long enough to hide a collective. Other instructions do not count.
 _MATMULS = ("dot", "convolution")
 _MATMUL_WORDS = ("__cublas", "__cudnn", "__triton_gemm", "__triton_nested_gemm", "__onednn")
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledCollective:
-  """One collective, and what stands between its begin and its end.
+  """One collective, and the instructions between its start and its end.
 
   Attributes:
-    name: the instruction's.
+    name: the name of the instruction.
     opcode: the kind of collective.
-    computation: where it stands.
-    times: how often that runs, as far as XLA knows.
-    num_bytes: of its results, each time.
-    exchange: "all_to_all", "all_gather", "permute" or "ragged": it moves keys, values or their
-      gradients between the ranks of an attention, in that way. None for other collectives.
-    is_single: an exchange without overlap: there is no kernel that could hide it.
-    groups: the devices that it is among, in the mesh's order; of a permutation, (sender, receiver);
-      none where the text names them in a way that is not known.
-    is_async: False if XLA runs it to its end before anything after it.
-    attention: instructions beside it that are attention, or loops and calls that hold some.
-    matmuls: likewise, other heavy work.
-    num_others: how many other instructions stand beside it.
-    after: the last work that stands before it.
-    before: the first that stands after it, and waits.
-    independent_attention: attention of the same computation that neither needs the collective nor
-      is needed by it: what it could run beside.
+    computation: the computation that contains it.
+    times: how often that computation runs, as far as XLA knows.
+    num_bytes: the size of its results in bytes, each time that it runs.
+    exchange: how it moves keys, values or their gradients between ranks: "all_to_all",
+      "all_gather", "permute" or "ragged". None for collectives that are not ours.
+    is_single: True for an exchange with `overlap_degree=0`, which no kernel could hide.
+    groups: the groups of devices that communicate, in the order of the mesh; for a permutation,
+      (sender, receiver) pairs. Empty if the format in the text is unknown.
+    is_async: False if XLA runs it to its end before it starts the next instruction.
+    attention: instructions that overlap with it and are attention, or loops and calls that contain
+      attention.
+    matmuls: instructions that overlap with it and are other heavy work.
+    num_others: the number of other instructions that overlap with it.
+    after: the last instruction with work before it.
+    before: the first instruction with work after it.
+    independent_attention: attention in the same computation that neither needs the collective nor
+      is needed by it. The collective could overlap with it.
   """
 
   name: str
@@ -67,7 +68,7 @@ class ScheduledCollective:
 
   @property
   def overlap(self) -> Overlap:
-    """Its bytes, all in one place."""
+    """Its bytes, all counted as attention, other or exposed."""
     total = self.times * self.num_bytes
     if self.attention:
       return Overlap(attention=total)
@@ -76,12 +77,12 @@ class ScheduledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """The order of a compiled program.
+  """The schedule of a compiled program.
 
   Attributes:
-    module: the program's name.
-    collectives: in the order in which computations are reached, and of each one's instructions.
-    num_attention: how many attention calls there are.
+    module: the name of the program.
+    collectives: the collectives by computation, in the order of instructions.
+    num_attention: the number of attention calls.
   """
 
   module: str
@@ -90,7 +91,7 @@ class Schedule:
 
   @property
   def overlap(self) -> Overlap:
-    """Bytes of all collectives, divided."""
+    """The bytes of all collectives, divided."""
     return total_of(collective.overlap for collective in self.collectives)
 
 
@@ -98,7 +99,8 @@ def read_schedule(path: str | Path) -> Schedule:
   """Reads a file with the text of a compiled program, `compiled.as_text()`.
 
   Raises:
-    ValueError: it is not that, or has no communication or no attention; it says what to give.
+    ValueError: if the file is something else, or the program has no collectives or no attention.
+      The message says what to pass instead.
   """
   try:
     text = Path(path).read_text()
@@ -111,7 +113,11 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def schedule_of(text: str) -> Schedule:
-  """The same of the text itself."""
+  """Reads the text of a compiled program, `compiled.as_text()`.
+
+  Raises:
+    ValueError: as in `read_schedule`.
+  """
   module = parse(text)
   reader = _Reader(module)
   collectives = tuple(reader.collectives())
@@ -125,14 +131,14 @@ def schedule_of(text: str) -> Schedule:
   if not num_attention:
     raise ValueError(
       f"its module {module.name} has no attention calls of jax_magi: compile a step whose "
-      "attention runs natively"
+      "attention uses native kernels"
     )
   return Schedule(module.name, collectives, num_attention)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Op:
-  """An instruction, or a pair of start and done: what runs from position `begin` to `end`."""
+  """An instruction, or a start with its done, that runs from position `begin` to `end`."""
 
   instruction: Instruction
   begin: int
@@ -153,21 +159,21 @@ class _Op:
 
 
 class _Reader:
-  """A module, and what its computations hold."""
+  """A module, with answers about the contents of its computations."""
 
   def __init__(self, module: Module) -> None:
     self.module = module
 
   @functools.cache  # noqa: B019 (it lives as long as the reader)
   def holds(self, computation: str) -> frozenset[str]:
-    """Opcodes of collectives, `attention` and `matmul`: what runs when a computation does."""
+    """What a computation runs: opcodes of collectives, "attention" and "matmul"."""
     found: set[str] = set()
     for instruction in self.module.computations.get(computation, ()):
       found |= self.does(instruction)
     return frozenset(found)
 
   def does(self, instruction: Instruction) -> frozenset[str]:
-    """The same of an instruction, with what it calls."""
+    """What an instruction runs, including the computations that it calls, as in `holds`."""
     found = set().union(*(self.holds(name) for name in instruction.called))
     opcode = _without_start(instruction.opcode)
     target = instruction.custom_call_target
@@ -185,7 +191,7 @@ class _Reader:
     return frozenset(found)
 
   def communicates(self, instruction: Instruction) -> str:
-    """The collective that an instruction is; "" for loops and calls, whose insides tell more."""
+    """The opcode of a collective; "" for loops and calls, whose contents are reported instead."""
     opcode = _without_start(instruction.opcode)
     if opcode in COLLECTIVES:
       return opcode
@@ -196,7 +202,7 @@ class _Reader:
     return "" if "attention" in found else " ".join(sorted(found - {"matmul"}))
 
   def collective_in(self, instruction: Instruction) -> Instruction:
-    """The collective itself, where an instruction only starts it."""
+    """The collective itself, if `instruction` wraps one in a computation."""
     for name in instruction.called:
       for inside in self.module.computations.get(name, ()):
         if _without_start(inside.opcode) in COLLECTIVES:
@@ -204,11 +210,11 @@ class _Reader:
     return instruction
 
   def is_attention(self, instruction: Instruction) -> bool:
-    """Whether it is attention, or holds some."""
+    """Whether the instruction is attention, or calls a computation that contains attention."""
     return "attention" in self.does(instruction)
 
   def collectives(self) -> Iterator[ScheduledCollective]:
-    """All, from the entry on."""
+    """All collectives of the computations that are reached from the entry."""
     times = {self.module.entry: 1}
     waiting = collections.deque([self.module.entry])
     while waiting:
@@ -269,12 +275,13 @@ def _without_start(opcode: str) -> str:
 
 
 def _ops(instructions: tuple[Instruction, ...]) -> Iterator[_Op]:
-  """What runs, in the order in which it begins. Positions are doubled: an instruction has a length.
+  """The operations of a computation, in the order in which they begin.
 
-  A start whose done is not in this computation runs to its end.
+  Positions are doubled, so that each instruction has a length. A start without a done in this
+  computation lasts until the end of the computation.
   """
   dones: dict[str, tuple[int, Instruction]] = {}
-  start_of: dict[str, str] = {}  # Of the steps of a chain: start, updates, done.
+  start_of: dict[str, str] = {}  # The start of each update and done in a chain.
   for index, instruction in enumerate(instructions):
     if instruction.opcode.endswith(("-update", "-done")) and instruction.operands:
       start = start_of.get(instruction.operands[0], instruction.operands[0])
@@ -293,7 +300,7 @@ def _ops(instructions: tuple[Instruction, ...]) -> Iterator[_Op]:
 
 
 def _related(instructions: tuple[Instruction, ...], op: _Op) -> set[str]:
-  """Names of all that `op` needs, and of all that need it, each through others."""
+  """The names of all instructions that `op` depends on, or that depend on it."""
   order = {instruction.name: index for index, instruction in enumerate(instructions)}
   needed = {op.instruction.name}
   for instruction in reversed(instructions[: order[op.instruction.name] + 1]):

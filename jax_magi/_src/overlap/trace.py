@@ -1,4 +1,4 @@
-"""What ran on each device, from a profile that `jax.profiler` wrote."""
+"""Reads what ran on each device from a profile that `jax.profiler` wrote."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jax.profiler import ProfileData
 from jax_magi._src.overlap.kinds import Kind, is_collective, kernel_kind, short_name, thunk_kind
 
 _HOW_TO_RECORD = "record one with `with jax.profiler.trace(FOLDER):` around a few steps"
-# Of a CPU's profile: these only hold what other events tell one by one.
+# Events of a CPU's profile that only contain other events.
 _CONTAINERS = re.compile(r"(?:call|while|conditional)(?:\.|$)")
-# Of a GPU's: these take no part in what runs.
+# Events of a GPU's profile that are no work.
 _BOOKKEEPING = ("MemoryAlloc", "MemoryFree", "MemoryResidency")
-# Lines that some tools add to a GPU's profile.
+# The names of lines that some tools add to a GPU's profile.
 _DEVICE_STEPS = "Steps"
 _PROGRAMS = "XLA Modules"
 _ANNOTATION = "jax.profiler.StepTraceAnnotation"
@@ -27,15 +27,15 @@ _ANNOTATION = "jax.profiler.StepTraceAnnotation"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """What ran on a device: a kernel or a copy on a GPU, an HLO instruction on a CPU.
+  """A kernel or a copy that ran on a GPU, or an HLO instruction that ran on a CPU.
 
   Attributes:
-    name: the kernel's, shortened.
-    hlo_op: the instruction that it was launched for; "" if the profile does not say.
+    name: the shortened name of the kernel.
+    hlo_op: the instruction that launched it; "" if the profile does not say.
     kind: what it does.
-    lane: the stream, or thread.
-    begin_ps: when it began, in picoseconds.
-    end_ps: when it ended; later than `begin_ps`.
+    lane: the stream or thread.
+    begin_ps: the time at which it began, in picoseconds.
+    end_ps: the time at which it ended, later than `begin_ps`.
   """
 
   name: str
@@ -47,7 +47,7 @@ class Kernel:
 
   def __str__(self) -> str:
     if is_collective(self.hlo_op):
-      return self.hlo_op  # All kernels of NCCL have a few names.
+      return self.hlo_op  # NCCL has few kernels, so their names do not tell collectives apart.
     return f"{self.name} ({self.hlo_op})" if self.hlo_op not in ("", self.name) else self.name
 
 
@@ -56,9 +56,9 @@ class Step:
   """What one device ran in one step.
 
   Attributes:
-    label: the step's name.
-    device: the device's.
-    kernels: in the order in which they began.
+    label: the name of the step.
+    device: the name of the device.
+    kernels: the kernels in the order in which they began.
   """
 
   label: str
@@ -72,9 +72,9 @@ class Trace:
 
   Attributes:
     paths: the files, one for each host.
-    step_source: what the steps are taken from, in words.
-    steps: one for each step and device, by device.
-    notes: what a reader of the figures has to know, in sentences.
+    step_source: how the steps were found, in words.
+    steps: one entry for each step and device, sorted by device.
+    notes: sentences that a reader of the figures should know.
   """
 
   paths: tuple[Path, ...]
@@ -84,12 +84,12 @@ class Trace:
 
   @property
   def devices(self) -> list[str]:
-    """Their names, in order."""
+    """The names of the devices, in order."""
     return list(dict.fromkeys(step.device for step in self.steps))
 
   @property
   def labels(self) -> list[str]:
-    """The steps' names, in order."""
+    """The names of the steps, in order."""
     return list(dict.fromkeys(step.label for step in self.steps))
 
 
@@ -97,12 +97,13 @@ def read_trace(path: str | Path, *, check_kinds: bool = True) -> Trace:
   """Reads a profile.
 
   Args:
-    path: an `.xplane.pb` file, or the folder that was given to `jax.profiler.trace`, of which the
-      newest profile is read; one with files of several hosts is read whole.
-    check_kinds: whether there has to be communication, and attention.
+    path: an `.xplane.pb` file, or the folder that was given to `jax.profiler.trace`. In a folder,
+      the newest profile is read, with the files of all hosts.
+    check_kinds: whether to require communication and attention in the profile.
 
   Raises:
-    ValueError: there is no profile, or not what there has to be; it says why.
+    ValueError: if there is no profile, or it lacks kernels that are required. The message says
+      what to record.
   """
   paths = _find(Path(path))
   hosts = [_read_host(file, f"{_host_name(file)} " if len(paths) > 1 else "") for file in paths]
@@ -110,7 +111,7 @@ def read_trace(path: str | Path, *, check_kinds: bool = True) -> Trace:
     planes = sorted({name for host in hosts for name in host.planes})
     raise ValueError(
       f"{path} has no kernels of a GPU and no instructions of a CPU, only {planes}: "
-      f"{_HOW_TO_RECORD}, in the process that runs them, and wait for results inside"
+      f"{_HOW_TO_RECORD}, in the process that runs them, and wait for their results inside"
     )
   steps = tuple(step for host in hosts for step in _steps(host))
   notes = tuple(dict.fromkeys(note for host in hosts for note in _notes(host)))
@@ -125,14 +126,14 @@ def _check_kinds(path: str | Path, steps: Iterable[Step], notes: tuple[str, ...]
   more = "".join(f". {note}" for note in notes)
   if Kind.COMMUNICATION not in found:
     raise ValueError(
-      f"{path} has no communication, so nothing that could be hidden: record a step that runs on "
-      f"several devices{more}"
+      f"{path} has no communication that could be hidden: record a step that runs on several "
+      f"devices{more}"
     )
   if Kind.ATTENTION not in found:
     raise ValueError(
-      f"{path} has no attention kernels of jax_magi, so nothing that communication could hide "
-      "behind: record a step whose attention runs natively; with the argument "
-      f"`implementation` set, attention says why it does not{more}"
+      f"{path} has no attention kernels of jax_magi that could hide communication: record a step "
+      "whose attention uses native kernels; if it does not, name a platform in the argument "
+      f"`implementation`, and the error will state the reason{more}"
     )
 
 
@@ -140,10 +141,10 @@ def _find(path: Path) -> tuple[Path, ...]:
   if path.is_file():
     return (path,)
   if not path.exists():
-    raise ValueError(f"there is no {path}: {_HOW_TO_RECORD}, and give FOLDER")
+    raise ValueError(f"{path} does not exist: {_HOW_TO_RECORD}, and pass FOLDER")
   files = sorted(path.glob("**/*.xplane.pb"))
   if not files:
-    raise ValueError(f"{path} has no *.xplane.pb below it: {_HOW_TO_RECORD}, and give FOLDER")
+    raise ValueError(f"{path} has no *.xplane.pb below it: {_HOW_TO_RECORD}, and pass FOLDER")
   # The files of one profile are in one folder, named after its time.
   newest = max((file.parent for file in files), key=lambda folder: (folder.stat().st_mtime, folder))
   return tuple(file for file in files if file.parent == newest)
@@ -151,14 +152,14 @@ def _find(path: Path) -> tuple[Path, ...]:
 
 @dataclasses.dataclass
 class _Host:
-  """What one file says, before it is cut into steps.
+  """The contents of one file, before they are divided into steps.
 
   Attributes:
-    planes: names of all there is.
-    kernels: by device, each with the time of its launch, if known.
-    host_marks: where the host began a step, and the step's name.
-    device_marks: the same, by the line of the profile that says it, and by device.
-    num_graphs: CUDA graphs whose kernels are not there.
+    planes: the names of all planes.
+    kernels: the kernels by device, each with the time of its launch, if known.
+    host_marks: the times at which the host began a step, with the names of the steps.
+    device_marks: the same for devices, by line of the profile and by device.
+    num_graphs: the number of CUDA graphs whose kernels the profile does not show.
   """
 
   planes: list[str]
@@ -169,8 +170,8 @@ class _Host:
 
 
 def _read_host(path: Path, prefix: str) -> _Host:
-  """Reads one file. `prefix` is that of its devices' names."""
-  profile = _open(path)  # It owns what the planes point into.
+  """Reads one file. `prefix` is prepended to the names of its devices."""
+  profile = _open(path)  # Owns the memory of the planes.
   planes = list(profile.planes)
   host = _Host([plane.name for plane in planes], collections.defaultdict(list), [], {})
   launches: dict[int, int] = {}
@@ -188,7 +189,7 @@ def _read_host(path: Path, prefix: str) -> _Host:
 
 
 def _open(path: Path) -> ProfileData:
-  """What a file holds. One that is no profile fails while it is read, or is empty."""
+  """Opens a profile. A file of another kind fails to parse, or is empty."""
   try:
     data = path.read_bytes()
     profile = ProfileData.from_serialized_xspace(data)
@@ -196,13 +197,13 @@ def _open(path: Path) -> ProfileData:
     raise ValueError(f"{path} is not a profile ({error}): {_HOW_TO_RECORD}") from error
   if not any(True for _ in profile.planes):
     raise ValueError(
-      f"{path} holds nothing in its {len(data)} bytes: was the profile stopped? {_HOW_TO_RECORD}"
+      f"{path} holds nothing in its {len(data)} bytes: was the profiler stopped? {_HOW_TO_RECORD}"
     )
   return profile
 
 
 def _events(planes: Iterable[Any], prefix: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-  """Line, event and its properties, of planes whose name begins so; without Python functions."""
+  """Yields line, event and properties of planes with this prefix, without Python functions."""
   for plane in planes:
     if plane.name.startswith(prefix):
       for line in plane.lines:
@@ -220,7 +221,7 @@ def _read_gpu(plane: Any, device: str, launches: dict[int, int], host: _Host) ->
       host.device_marks[line.name, device] = marks
   for line, event, stats in _events([plane], plane.name):
     host.num_graphs += event.name.startswith("CudaGraph")
-    # The other lines say the same once more, by other names.
+    # The other lines repeat the same events under other names.
     if line.startswith("Stream #") and not event.name.startswith(_BOOKKEEPING):
       hlo_op = str(stats.get("hlo_op", ""))
       kind = kernel_kind(event.name, hlo_op)
@@ -245,24 +246,24 @@ def _add(
 
 
 def _marks(host: _Host, device: str) -> tuple[str, list[tuple[int, str]]]:
-  """Where the steps of a device begin, and what says so."""
+  """How the steps of a device were found, and the times at which they begin."""
   if marks := host.device_marks.get((_DEVICE_STEPS, device)):
     return "the devices' own steps", marks
   if host.host_marks:
     return _ANNOTATION, sorted(host.host_marks)
   if marks := host.device_marks.get((_PROGRAMS, device)):
     return "executions of programs", marks
-  return f"the whole profile, which marks none ({_ANNOTATION} does)", []
+  return f"the whole profile, which has no marks (use {_ANNOTATION})", []
 
 
 def _steps(host: _Host) -> Iterator[Step]:
-  """Each device's kernels, in the step that had begun last when they were launched."""
+  """Assigns each kernel to the step that had begun last when the kernel was launched."""
   for device in sorted(host.kernels, key=_natural):
     source, marks = _marks(host, device)
     begins = [begin for begin, _ in marks]
     by_step = collections.defaultdict(list)
     for launch, kernel in host.kernels[device]:
-      # The host runs ahead of the device: its marks are in time with launches.
+      # The host runs ahead of the device, so its marks match launches, not executions.
       time = launch if source == _ANNOTATION and launch is not None else kernel.begin_ps
       by_step[bisect.bisect_right(begins, time) - 1].append(kernel)
     if marks:
@@ -275,12 +276,12 @@ def _steps(host: _Host) -> Iterator[Step]:
 def _notes(host: _Host) -> Iterator[str]:
   if host.num_graphs:
     yield (
-      f"{host.num_graphs} CUDA graphs ran whose kernels the profile does not show: run with "
+      f"The profile does not show the kernels of {host.num_graphs} CUDA graphs: run with "
       "XLA_FLAGS=--xla_gpu_enable_command_buffer= to see them"
     )
   if any("CPU:" in device for device in host.kernels):
     yield (
-      "This is a profile of CPUs: each custom call is taken for attention, and devices share cores"
+      "This is a profile of CPUs: each custom call counts as attention, and devices share cores"
     )
 
 
