@@ -69,7 +69,7 @@ def test_without_native_modules_it_says_so():
   for name in BACKENDS:
     assert f"\n  {name}: none" in done.stdout
   assert "native kernel (" not in done.stdout
-  assert "this build of jax_magi has no kernels for it" in done.stdout
+  assert "this build of jax_magi has no kernels for this platform" in done.stdout
 
 
 def test_without_devices_it_says_what_jax_says():
@@ -120,15 +120,15 @@ def test_a_partial_build_says_what_it_has_and_what_is_left_out(partial_build):
   assert choices["bfloat16, head dim 128"].implementation == "cuda_sm90"
   large = choices["bfloat16, head dim 256"]
   assert large.implementation == "blockwise"
-  assert "of bfloat16 it has head dims up to 128 alone" in large.reason
-  assert "of float16 it has none" in choices["float16, head dim 128"].reason
+  assert "for bfloat16 it has only head dims up to 128" in large.reason
+  assert "for float16 it has none" in choices["float16, head dim 128"].reason
   assert choices["float16"].reason is None  # Softmax is never left out.
 
 
-def test_what_a_partial_build_lacks_is_an_error_to_who_names_it(partial_build):
+def test_naming_kernels_that_a_partial_build_lacks_is_an_error(partial_build):
   q = jnp.zeros((16, 2, 128), jnp.float16)
   mask = jax_magi.AttentionMask.causal(16)
-  with pytest.raises(NotImplementedError, match="left out of this build: of float16 it has none"):
+  with pytest.raises(NotImplementedError, match="left out of this build: for float16 it has none"):
     jax_magi.attention(q, q, q, mask, implementation="cuda")
 
 
@@ -150,7 +150,7 @@ def test_the_report_tells_architectures_apart(monkeypatch):
   assert (chosen.implementation, chosen.reason) == ("cuda_sm80", None)
 
 
-def test_attention_logs_once_why_it_takes_the_plain_path(monkeypatch, caplog):
+def test_attention_logs_once_why_it_uses_the_plain_path(monkeypatch, caplog):
   monkeypatch.setattr(backends, "default_platform", lambda: "cuda")
   monkeypatch.setitem(BACKENDS, "cuda", dataclasses.replace(BACKENDS["cuda"], max_head_dim=40))
   backends._log_once.cache_clear()
@@ -159,7 +159,7 @@ def test_attention_logs_once_why_it_takes_the_plain_path(monkeypatch, caplog):
     jax_magi.attention(q[:length], q, q, jax_magi.AttentionMask.full(length, 16))
   (record,) = caplog.records
   assert record.levelname == "WARNING" and record.name == "jax_magi"
-  assert "attention takes the plain path ('blockwise')" in record.getMessage()
+  assert "attention uses the plain path ('blockwise')" in record.getMessage()
 
 
 @pytest.mark.parametrize(

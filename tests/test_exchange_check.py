@@ -320,7 +320,10 @@ def test_the_median_counts(monkeypatch):
     ({"transports": []}, "must be a list"),
     ({"transports": ["ring"]}, "must be one of"),
     ({"transports": ["two_level"]}, "'two_level' needs several nodes of several ranks"),
-    ({"transports": ["ragged"], "ranks_per_node": 2}, "'ragged' needs one node, but ranks_per_node makes 2"),
+    (
+      {"transports": ["ragged"], "ranks_per_node": 2},
+      "'ragged' needs one node, but ranks_per_node makes 2",
+    ),
     ({"rows": 0}, "rows must be positive"),
     ({"width": 1.5}, "width must be a static integer"),
     ({"repeats": 0}, "repeats must be positive"),

@@ -84,7 +84,7 @@ def test_kernels_say_that_they_have_no_second_derivative(implementation):
   q, k, v, sink = _operands()
   fun = functools.partial(_loss, implementation=implementation)
   for wrap in (jax.jit, lambda f: f):
-    with pytest.raises(NotImplementedError, match='second derivative; implementation="blockwise"'):
+    with pytest.raises(NotImplementedError, match='second derivatives; implementation="blockwise"'):
       wrap(jax.hessian(fun))(q, k, v, sink)
 
 

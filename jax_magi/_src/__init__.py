@@ -1,1 +1,1 @@
-"""Where the code lives. Public modules only re-export; rooms know nothing of those above them."""
+"""The code. Public modules only re-export it. A package here imports only those below it."""

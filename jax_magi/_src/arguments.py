@@ -1,4 +1,4 @@
-"""Arguments that are not the operands of a kernel: numbers, flags and integers, checked by name."""
+"""Checks of numbers, flags, integers and arrays that callers pass, with errors that name them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_LENGTH = 2**30
 
 
 def check_number(name: str, value: Any) -> float:
-  """A static number that float32 holds; 0 where it underflows there."""
+  """Checks a static number that is finite in float32; returns 0 if it underflows there."""
   if isinstance(value, jax.core.Tracer):
     raise ValueError(f"{name} must be a static number, got a traced value")
   if isinstance(value, (str, bytes)):
@@ -32,21 +32,21 @@ def check_number(name: str, value: Any) -> float:
 
 
 def has_symbols(shape: tuple[Any, ...]) -> bool:
-  """Whether sizes are symbols, as they may be in a program that `jax.export` makes for many."""
+  """Whether a shape has symbolic sizes, which `jax.export` uses for programs of many sizes."""
   return any(map(jax.export.is_symbolic_dim, shape))
 
 
 def check_no_symbols(name: str, shape: tuple[Any, ...]) -> None:
-  """Sizes that must be numbers, also where `jax.export` makes a program for many of them."""
+  """Checks that a shape has no symbolic sizes of `jax.export`."""
   if has_symbols(shape):
     raise NotImplementedError(
       f"{name} must be of known size, got the symbolic {list(shape)}; export one program for each "
-      "length, or for a few to which inputs are padded with tokens that see nothing"
+      "length, or pad inputs with fully masked tokens to one of a few lengths"
     )
 
 
 def check_length(name: str, length: Any) -> int:
-  """A static integer in [0, 2**30)."""
+  """Checks a static integer in [0, 2**30)."""
   number = _check_integer(name, length)
   if not 0 <= number < MAX_LENGTH:
     raise ValueError(f"{name} must lie in [0, 2**30), got {number}")
@@ -54,7 +54,7 @@ def check_length(name: str, length: Any) -> int:
 
 
 def check_positive(name: str, length: Any) -> int:
-  """A static integer in [1, 2**30)."""
+  """Checks a static integer in [1, 2**30)."""
   number = check_length(name, length)
   if number == 0:
     raise ValueError(f"{name} must be positive, got 0")
@@ -62,7 +62,7 @@ def check_positive(name: str, length: Any) -> int:
 
 
 def check_position(name: str, position: Any) -> int:
-  """A static integer within +-2**30."""
+  """Checks a static integer within +-2**30."""
   number = _check_integer(name, position)
   if abs(number) > MAX_LENGTH:
     raise ValueError(f"{name} must lie within +-2**30, got {number}")
@@ -79,10 +79,10 @@ def _check_integer(name: str, value: Any) -> int:
 
 
 def check_flag(name: str, flag: Any) -> bool:
-  """True or False."""
+  """Checks a static bool."""
   if isinstance(flag, jax.core.Tracer):
     raise ValueError(
-      f"{name} must be True or False, got a traced value; jax.jit's static_argnames keeps it static"
+      f"{name} must be True or False, got a traced value; list it in static_argnames of jax.jit"
     )
   if not isinstance(flag, (bool, np.bool_)):
     raise ValueError(f"{name} must be True or False, got {flag!r}")
@@ -90,19 +90,19 @@ def check_flag(name: str, flag: Any) -> bool:
 
 
 def check_choice(name: str, choice: Any, choices: tuple[Any, ...]) -> Any:
-  """One of `choices`."""
+  """Checks that a value is one of `choices`."""
   if choice not in choices:
     raise ValueError(f"{name} must be one of {choices}, got {choice!r}")
   return choice
 
 
 def check_array(name: str, x: Any) -> tuple[Any, ...]:
-  """The shape of an array, or of what numpy makes one of numbers of."""
+  """Checks an array, or a value that numpy can turn into one; returns its shape."""
   if hasattr(x, "shape") and hasattr(x, "dtype"):
     return tuple(x.shape)
   try:
     array = np.asarray(x)
-  except ValueError:  # Lists of different lengths.
+  except ValueError:  # The rows are lists of different lengths.
     array = np.asarray(None)
   if array.dtype.kind not in "biufc":
     raise ValueError(f"{name} must be an array, got {x!r}")
@@ -110,9 +110,9 @@ def check_array(name: str, x: Any) -> tuple[Any, ...]:
 
 
 def known_value(x: Any) -> np.ndarray | None:
-  """The value of `x` as a numpy array, or None if it is not known: while it is traced.
+  """The value of `x` as a numpy array, or None if `x` is traced.
 
-  Known, here and everywhere, means known when the call is traced.
+  Here and everywhere, "known" means known when the call is traced.
   """
   if isinstance(x, jax.core.Tracer):
     return None
@@ -122,10 +122,10 @@ def known_value(x: Any) -> np.ndarray | None:
 
 
 def as_integers(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Checks that `x` holds integers of `shape` (a string stands for any length); numpy if known."""
+  """Checks an array of integers of `shape` (a string is any length); returns numpy if known."""
   try:
     value = known_value(x)
-  except ValueError:  # Lists of different lengths.
+  except ValueError:  # The rows are lists of different lengths.
     expected = ", ".join(str(n) for n in shape)
     raise ValueError(f"{name} must be [{expected}], got rows of different lengths: {x!r}") from None
   if value is not None and value.size == 0 and isinstance(x, (list, tuple)):
@@ -143,13 +143,13 @@ def as_integers(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray |
 
 
 def as_int32(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Checks that `x` holds integers of `shape` (a string stands for any length); casts to int32.
+  """Checks an array of integers of `shape` (a string is any length); casts it to int32.
 
-  Traced integers are clipped to +-2**30, known ones must be inside.
+  Traced integers are clipped to +-2**30. Known integers outside are an error.
   """
   array = as_integers(name, x, shape)
   if not isinstance(array, np.ndarray):
-    # Those of a wider type would wrap; positions this far out mean the same.
+    # Without clipping, wider types would wrap. All positions this far out have the same meaning.
     limits = jnp.iinfo(array.dtype)
     array = jnp.clip(array, max(limits.min, -MAX_LENGTH), min(limits.max, MAX_LENGTH))
     return array.astype(jnp.int32)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 def softmax_lse(x: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
   """softmax(x) and log(sum(exp(x))) over `axis`.
 
-  Where all of `x` is -inf, they are 0 and -inf, with gradients of 0: those of `jax.nn.logsumexp`
-  are NaN there. Weights are normalised by their sum, and not computed from the logarithm: of large
-  numbers, that has too few digits left.
+  Where all of `x` is -inf, the results are 0 and -inf, and their gradients are 0 (those of
+  `jax.nn.logsumexp` are NaN). The weights are divided by their sum. Computing them from the
+  logarithm would lose precision for large numbers.
   """
   largest = jax.lax.stop_gradient(x.max(axis=axis, keepdims=True, initial=-jnp.inf))
-  # -inf - -inf would make NaN.
+  # -inf - -inf would be NaN.
   largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = jnp.exp(x - largest)
   total = weights.sum(axis=axis, keepdims=True)

@@ -4,12 +4,12 @@ from importlib import metadata
 
 
 def version_of(package: str) -> str | None:
-  """That of an installed package; None where it is not."""
+  """The version of a package; None if it is not installed."""
   try:
     return metadata.version(package)
   except metadata.PackageNotFoundError:
     return None
 
 
-# Run from a checkout that was never installed, nobody says.
+# A checkout that was never installed has no version.
 __version__ = version_of("jax-magi") or "unknown"

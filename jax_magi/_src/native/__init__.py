@@ -1,1 +1,1 @@
-"""The native kernels as JAX functions. Nothing else knows the FFI or its target names."""
+"""The native kernels as JAX functions. Only this package knows the FFI and its target names."""

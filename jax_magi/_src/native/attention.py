@@ -1,13 +1,13 @@
 """The native attention kernels as JAX functions.
 
-    b: batch, or 1 for `slices` and `bias` shared by the whole batch
+    b: batch size; 1 if the whole batch shares `slices` or `bias`
     q, dout, dq     [b, q_len, num_q_heads, dim]    lse, delta            [b, q_len, num_q_heads]
     k, v, dk, dv    [b, k_len, num_kv_heads, dim]   sink, max_logits      [b, num_q_heads]
     slices          [b, num_slices, 6]              alibi_slopes, dslopes [b, num_q_heads]
     bias, dbias     [b, num_q_heads or 1, q_len or 1, k_len]    tile_list words, or none
-    dq_sum          [b, num_q_heads, words], in an order of the backend's own
+    dq_sum          [b, num_q_heads, words], in an order that the backend chooses
 
-What an operand means is the same for every backend, and stands in `cc/attention.h`.
+`cc/attention.h` defines the meaning of each operand. It is the same for all backends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FINISH_DQ = "jax_magi_attention_finish_dq"
 _TILE_LIST = "jax_magi_attention_tile_list"
 _TILE_LISTS = "jax_magi_attention_tile_lists"  # The same for several calls.
 
-# How others tell the calls: the text of a compiled program has the targets, a profile of CPUs only
-# the instructions' names, that of JAX's primitive and a number.
+# How `overlap` recognizes the calls. The text of a compiled program has the targets. A profile of
+# CPUs has only instruction names: the name of JAX's primitive and a number.
 TARGETS = (_FORWARD, _BACKWARD)
 INSTRUCTION_NAME = "ffi_call"
 
@@ -41,18 +41,18 @@ _TERMS = ("bias", "alibi_slopes")
 def plan_tiles(
   backend: Backend, operands: dict[str, Any], masks: list[np.ndarray], **options: Any
 ) -> tuple[np.ndarray, Any]:
-  """What the kernels derive from a mask that is known when the call is traced.
+  """Plans the tiles of a mask that is known when the call is traced.
 
   Args:
-    backend: whose kernels are meant, with the architecture that was chosen.
-    operands: of the call, by name.
-    masks: slices `[num_slices, 6]` that show the same pairs, each in its own way.
-    **options: of `_needs`.
+    backend: the backend, with the chosen architecture.
+    operands: the operands of the call, by name.
+    masks: candidates: slices `[num_slices, 6]` that show the same pairs in different ways.
+    **options: options of `_needs`.
 
   Returns:
-    The slices that the kernels take the least time for, and what these need. Their `tile_list`
-    serves any batch that shares them, and any number of kv heads. It may be empty: then the kernels
-    need none.
+    The candidate for which the kernels take the least time, and its needs. Their `tile_list` serves
+    any batch that shares the slices, and any number of kv heads. It is empty if the kernels need
+    none.
   """
   names = operands.keys() & {"q", "k", "v", *_TERMS}
   arrays = {name: operands[name] for name in names}
@@ -79,8 +79,8 @@ def _needs(
   sums_dq: bool = False,
   has_float_grads: bool = False,
 ) -> Any:
-  """`known` are the values of `slices`, where they are known and one list."""
-  # Terms without elements are none, as handlers see them.
+  """What the kernels need for a call. `known` are the values of `slices`, if known and shared."""
+  # For the handlers, a term without elements is absent.
   bias, alibi_slopes = (x if x is not None and x.size > 0 else None for x in (bias, alibi_slopes))
   return backend.module.attention_needs(
     q_shape=q.shape,
@@ -106,7 +106,7 @@ def _needs(
 
 
 def _bias_for(bias: jax.Array | None, backend: Backend) -> jax.Array | None:
-  """In float32, where its rows are not what the backend's kernels take of 16-bit elements."""
+  """The bias, cast to float32 if the kernels do not take 16-bit rows of its length."""
   if bias is None or bias.dtype == np.float32 or bias.shape[2] == 1:
     return bias
   is_taken = bias.shape[3] % backend.architecture.bias_multiple == 0
@@ -114,8 +114,8 @@ def _bias_for(bias: jax.Array | None, backend: Backend) -> jax.Array | None:
 
 
 def _terms(bias: jax.Array | None, alibi_slopes: jax.Array | None) -> tuple[Any, Any]:
-  """Operands without elements where there is none."""
-  # Made by an operation: custom_partitioning takes no constants.
+  """The terms, with an array without elements for each that is None."""
+  # `jnp.zeros`, because custom_partitioning accepts no constants.
   return (
     jnp.zeros((0, 0, 0, 0), np.float32) if bias is None else bias,
     jnp.zeros((0, 0), np.float32) if alibi_slopes is None else alibi_slopes,
@@ -125,13 +125,13 @@ def _terms(bias: jax.Array | None, alibi_slopes: jax.Array | None) -> tuple[Any,
 def make_tiles(
   backend: Backend, part: dict[str, Any], group: Any = None, **options: Any
 ) -> tuple[jax.Array, int]:
-  """The tile list of a device's part of a call, made on the device, and its stamp.
+  """Makes the tile list of one device's part of a call on that device; returns it with its stamp.
 
   Args:
-    backend: whose kernels are meant.
-    part: the call's operands, by name.
-    group: the `MaskGroup` of calls whose lists are made together; None if it is this one alone.
-    **options: of `_needs`.
+    backend: the backend, with the chosen architecture.
+    part: the device's part of the operands, by name.
+    group: the `MaskGroup` of calls whose lists are made together. None means this call alone.
+    **options: options of `_needs`.
   """
 
   def as_kernels_take(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
@@ -168,16 +168,16 @@ def make_tiles(
 def list_tiles(
   slices: jax.Array, needs: Sequence[Any], q_len: int, sizes: Sequence[tuple[int, int]]
 ) -> tuple[jax.Array, ...]:
-  """Tile lists that the device makes of slices at once. They are empty if kernels need none.
+  """The tile lists that the device derives from slices at once, or empty ones if none are needed.
 
-  No barriers here: to XLA, calls with the same slices are one. (In a loop over layers there is one
-  in each turn: XLA for GPUs does not take custom calls out of it.)
+  This call has no barriers, so that XLA merges calls with the same slices. (A loop over layers has
+  one call in each iteration, because XLA for GPUs does not move custom calls out of loops.)
 
   Args:
     slices: int32 `[batch or 1, num_slices of all lists, 6]`.
-    needs: those of the call that each list is for.
-    q_len: of all these calls.
-    sizes: the number of slices, and of keys, of each of them.
+    needs: for each list, the needs of its call.
+    q_len: the number of queries, the same for all calls.
+    sizes: for each list, the number of slices and of keys of its call.
   """
   if not all(x.tile_list_words for x in needs):
     return (jnp.zeros(0, np.int32),) * len(needs)
@@ -223,10 +223,10 @@ def forward(
   out_dtype: Any,
   tile_stamp: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns out in `out_dtype`, which is q's or float32; lse and max_logits.
+  """Returns out in `out_dtype` (the dtype of q, or float32), lse and max_logits.
 
-  Running results are merged in place, except that an `out` that is rounded has memory of its own.
-  `tile_stamp` is that of the tile list.
+  Running results are merged in place, except that a rounded `out` has its own memory.
+  `tile_stamp` is the stamp of the tile list.
   """
   value_dim = v.shape[-1]
   q, k, v = (_pad_dim(x, backend) for x in (q, k, v))
@@ -292,11 +292,11 @@ def backward(
   grad_dtype: Any,
   tile_stamp: int,
 ) -> tuple[jax.Array, ...]:
-  """Returns dq, dk and dv in `grad_dtype`, which is q's or float32; and then what `wants` names.
+  """Returns dq, dk and dv in `grad_dtype` (the dtype of q, or float32), and further gradients.
 
-  That may be the gradient of "bias", in its dtype, and that of "alibi_slopes". With `running_dq`, a
-  sum of dq over several calls, whose memory it takes, the first result is that sum. `tile_stamp` is
-  as in `forward`.
+  `wants` names the further gradients: "bias", in its dtype, and "alibi_slopes". With `running_dq`,
+  the sum of dq over earlier calls, the first result is the new sum, in the same memory.
+  `tile_stamp` is the stamp of the tile list.
   """
   dims = q.shape[-1], k.shape[-1], v.shape[-1]
   bias_dtype = None if bias is None else bias.dtype
@@ -353,7 +353,7 @@ def backward(
   if running_dq is not None:
     return dq, dk[..., : dims[1]], dv[..., : dims[2]]
   if needs.is_dq_summed:
-    # XLA does this in whatever reads dq next.
+    # XLA fuses this into the operation that reads dq next.
     dq = (dq * np.float32(softmax_scale)).astype(grad_dtype)
   gradients = [x[..., :dim] for x, dim in zip((dq, dk, dv), dims, strict=True)]
   if "bias" in wants:
@@ -364,12 +364,12 @@ def backward(
 
 
 def dq_sum_words(q: Any, v: Any, implementation: str | None) -> int:
-  """Of each batch row and head in a sum of dq: enough for any backend that a call may take."""
+  """The words of a dq sum for each batch row and head: enough for all backends of a call."""
   plain: int = q.shape[1] * q.shape[3]
-  if has_symbols(q.shape):  # Then no kernel is called.
+  if has_symbols(q.shape):  # The plain path is used then.
     return plain
   slices = jax.ShapeDtypeStruct((1, 0, 6), np.int32)
-  # Neither slices nor keys count: q stands for k.
+  # The result does not depend on the slices or the number of keys, so q stands for k.
   needs = [
     _needs(backend.for_attention(q, v), q, q, v, slices, softcap=0.0, is_backward=True)
     for backend in candidates(implementation).values()
@@ -387,7 +387,7 @@ def finish_dq(
   softmax_scale: float,
   dtype: Any,
 ) -> tuple[jax.Array]:
-  """dq `[b, q_len, num_q_heads, head_dim]` from its sum, where the backend orders that itself."""
+  """dq `[b, q_len, num_q_heads, head_dim]` from a sum in the backend's own order."""
   batch, num_q_heads, _ = dq_sum.shape
   padded = head_dim + -head_dim % backend.head_dim_multiple
   (dq,) = call_on_whole_arrays(
@@ -400,6 +400,6 @@ def finish_dq(
 
 
 def _pad_dim(x: jax.Array, backend: Backend) -> jax.Array:
-  """Pads the last axis with zeros to what the backend's kernels take."""
+  """Pads the last axis with zeros to a multiple that the backend's kernels take."""
   missing = -x.shape[-1] % backend.head_dim_multiple
   return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

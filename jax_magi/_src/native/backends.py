@@ -1,6 +1,6 @@
-"""The devices that have kernels, and all that Python has to know of each.
+"""The backends: the platforms that have kernels, and what their kernels support.
 
-Each op has one FFI target name, and each device registers its handler under it for its platform.
+Each op has one FFI target name. Each backend registers its handler under that name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jax_magi._src.arguments import check_choice, has_symbols
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-  """Devices that kernels are built for: GPUs of some compute capabilities, or any device.
+  """The devices that kernels run on: GPUs of some compute capabilities, or any device.
 
   Attributes:
-    words: what they are.
-    least: the least compute capability; None is any device.
-    is_exact: whether kernels run on GPUs of that one alone.
+    words: a description of the devices.
+    least: the lowest compute capability; None for any device.
+    is_exact: whether the kernels run only on GPUs of exactly that compute capability.
   """
 
   words: str = "any device"
@@ -35,7 +35,7 @@ class Devices:
   is_exact: bool = False
 
   def has(self, compute_capability: str) -> bool:
-    """Whether a GPU of this kind, as JAX names it, is among them."""
+    """Whether a GPU of this compute capability is one of them."""
     major, minor = (int(x) for x in compute_capability.split("."))
     if self.least is None:
       return True
@@ -44,17 +44,18 @@ class Devices:
   def obstacle(self, platform: str) -> str | None:
     """Why kernels for these devices cannot be used here; None if they can.
 
-    Some GPU must be among them: which of several a program will run on is not known when it is
-    traced. Without any GPU, we may be exporting.
+    At least one GPU must be suitable: which GPU a program runs on is unknown when it is traced. If
+    there is no GPU, the program may be for export, so nothing prevents it.
     """
     found = () if self.least is None else _compute_capabilities(platform)
     if not found or any(map(self.has, found)):
       return None
-    return f"the kernels are for {self.words}, and there are {found}"
+    here = ", ".join(found)
+    return f"the kernels are for {self.words}, but the GPUs here have compute capability {here}"
 
 
 def _compute_capabilities(platform: str) -> tuple[str, ...]:
-  """Those of the default device, if it is a GPU that was chosen, or else of all GPUs."""
+  """The compute capability of JAX's default device, if that is set to a GPU, or of all GPUs."""
   chosen: Any = getattr(jax.default_device, "value", None)
   try:
     is_gpu = hasattr(chosen, "compute_capability")
@@ -69,9 +70,10 @@ class Architecture:
   """The attention kernels of a backend for some devices.
 
   Attributes:
-    name: as in `cc/architecture.h`.
-    devices: those that run the kernels.
-    bias_multiple: a bias of 16-bit elements for each query has a multiple of so many keys.
+    name: the name of the architecture, as in `cc/architecture.h`.
+    devices: the devices that run the kernels.
+    bias_multiple: a bias of 16-bit elements with a row for each query must have a multiple of this
+      number of keys.
   """
 
   name: str = "none"
@@ -84,19 +86,19 @@ class Backend:
   """The kernels for one kind of device.
 
   Attributes:
-    platform: the platform, as JAX's lowering and our argument `implementation` name it.
-    ffi_platform: the same platform, as the FFI's registry names it.
-    module: what hands out the handlers, and answers `needs`; None if it was not built.
-    architectures: those that the attention kernels were written for, the best ones first.
-    attention_dtypes: element types that the attention kernels take.
-    max_head_dim: the largest head dim that they take; None is no limit.
-    head_dim_multiple: head dims are padded with zeros to a multiple of this.
-    orders_dq_itself: whether a sum of dq over several calls has an order of the kernels' own, which
-      a kernel undoes; else each head is `[q_len, head_dim]`.
+    platform: the name of the platform in JAX's lowering and in the argument `implementation`.
+    ffi_platform: the name of the platform in the FFI's registry.
+    module: the extension module with the handlers and `attention_needs`; None if it was not built.
+    architectures: the architectures that have attention kernels, the best one first.
+    attention_dtypes: the dtypes that the attention kernels take.
+    max_head_dim: the largest head dim that they take; None for no limit.
+    head_dim_multiple: head dims are padded with zeros to a multiple of this number.
+    orders_dq_itself: True if the kernels store a sum of dq over several calls in an order of their
+      own, which another kernel undoes. False if each head is `[q_len, head_dim]`.
     sums_bias_in_order: whether the gradient of a bias that batch rows or heads share, but queries
-      do not, can be equal bit for bit from run to run.
-    softmax_devices: those that the softmax kernels are for.
-    max_softmax_rows: the softmax kernels take fewer rows than this; None is no limit.
+      do not, can be bitwise equal from run to run.
+    softmax_devices: the devices that run the softmax kernels.
+    max_softmax_rows: the number of rows must be below this for softmax; None for no limit.
   """
 
   platform: str
@@ -112,29 +114,29 @@ class Backend:
   max_softmax_rows: int | None = None
 
   def named(self, implementation: str) -> Backend | None:
-    """This backend, where it is named, or with the architecture alone that is; None if neither."""
+    """This backend, reduced to the architecture that is named, if any; None for another name."""
     if implementation == self.platform:
       return self
     kept = tuple(a for a in self.architectures if self.name_of(a) == implementation)
     return dataclasses.replace(self, architectures=kept) if kept else None
 
   def name_of(self, architecture: Architecture) -> str:
-    """What `implementation` calls these attention kernels."""
+    """The name of an architecture's attention kernels in the argument `implementation`."""
     if architecture.name == "none":
       return self.platform
     return f"{self.platform}_{architecture.name}"
 
   @property
   def architecture(self) -> Architecture:
-    """The only one, where one was chosen."""
+    """The architecture, after one was chosen."""
     (architecture,) = self.architectures
     return architecture
 
   def for_attention(self, q: Any, v: Any) -> Backend:
-    """This backend with the architecture alone whose attention kernels these operands take.
+    """This backend, reduced to the architecture whose attention kernels the call uses.
 
-    There is one: see `attention_obstacle`. It is the best that runs on all GPUs that the program
-    may run on; or on some, if none runs on all.
+    It is the best one that runs on all GPUs on which the program may run, or on some of them if
+    none runs on all. Call this only if `attention_obstacle` is None: then there is one.
     """
     dims = q.shape[-1], v.shape[-1]
     usable = [a for a in self.architectures if self._architecture_obstacle(a, q, dims) is None]
@@ -144,14 +146,14 @@ class Backend:
 
   @property
   def kernels(self) -> str:
-    """What `implementation` calls them: the architecture's, where one was chosen."""
+    """The name of the kernels in `implementation`: of the architecture, if one was chosen."""
     return self.platform if len(self.architectures) > 1 else self.name_of(self.architecture)
 
   def why_this_architecture(self) -> str:
-    """A note on the chosen one."""
+    """A note that explains the choice of the architecture."""
     found = _compute_capabilities(self.platform)
     if not found:
-      return f"{self.kernels} has the best kernels, and there is no {self.platform} device to ask"
+      return f"{self.kernels} has the best kernels, and JAX sees no {self.platform} device to check"
     some = "all" if all(map(self.architecture.devices.has, found)) else "some"
     gpus = f"{some} GPUs here (compute capability {', '.join(found)})"
     return f"{self.kernels} has the best kernels that run on {gpus}"
@@ -162,8 +164,8 @@ class Backend:
     Args:
       q: `[..., num_q_heads, head_dim]`.
       v: `[..., value_dim]`.
-      bias_in_order: a bias `[batch or 1, num_q_heads or 1, q_len or 1, k_len]` whose gradient is
-        wanted, and must be equal bit for bit from run to run; None is none.
+      bias_in_order: a bias `[batch or 1, num_q_heads or 1, q_len or 1, k_len]` whose gradient must
+        be bitwise equal from run to run. None if there is no such bias.
     """
     if self.module is None:
       return _NOT_BUILT
@@ -178,46 +180,47 @@ class Backend:
       if rows > 1 and (batch, heads) != (q.shape[0], q.shape[2]):
         return (
           "the kernels have no deterministic gradient of a bias that batch rows or heads share "
-          "and queries do not"
+          "but queries do not"
         )
     reasons = [self._architecture_obstacle(a, q, dims) for a in self.built_architectures()]
-    return None if None in reasons else reasons[-1]  # In the words for the most devices.
+    return None if None in reasons else reasons[-1]  # The last architecture covers most devices.
 
   def softmax_obstacle(self, x: Any) -> str | None:
-    """Why the softmax kernels cannot be used for `x`; None if they can."""
+    """Why the softmax kernels cannot be used for `x`; None if they can be used."""
     if self.module is None:
       return _NOT_BUILT
     if x.dtype not in _SOFTMAX_DTYPES:
       return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
     if has_symbols(x.shape):
-      return f"the kernels take arrays of known size, not the symbolic {list(x.shape)}"
+      return f"the kernels take arrays of known size, not of symbolic shape {list(x.shape)}"
     num_rows = x.size // max(x.shape[-1], 1)
     if self.max_softmax_rows is not None and num_rows >= self.max_softmax_rows:
       return f"the kernels take fewer than {self.max_softmax_rows} rows, not {num_rows}"
     return self._device_obstacle(self.softmax_devices)
 
   def has_attention_device(self) -> bool:
-    """Whether the GPUs that are there, if any, run the kernels that are not softmax."""
+    """Whether the GPUs here, if any, run attention kernels."""
     if self.module is None:
       return False
     return any(a.devices.obstacle(self.platform) is None for a in self.built_architectures())
 
   def shared_memory_bytes(self) -> int:
-    """What a block may use on all GPUs that may run the chosen architecture's kernels.
+    """The shared memory that a CTA may use on all GPUs that may run the chosen architecture.
 
-    The environment variable JAX_MAGI_SHARED_MEMORY_KB caps it: the kernels then take the tiles for
-    GPUs that have less.
+    The environment variable JAX_MAGI_SHARED_MEMORY_KB lowers it. The kernels then use the tiles for
+    GPUs with less shared memory.
     """
-    if self.architecture.devices.least is None:  # It is no GPU.
+    if self.architecture.devices.least is None:  # The device is no GPU.
       return 0
     found = _compute_capabilities(self.platform)
     running = [x for x in found if self.architecture.devices.has(x)]
-    numbers = [int(x.replace(".", "")) for x in running] or [0]  # Of none, the least of any GPU.
+    # For 0, `shared_memory_of` returns the minimum over all GPUs.
+    numbers = [int(x.replace(".", "")) for x in running] or [0]
     least: int = min(map(self.module.shared_memory_of, numbers))
     return min(least, _shared_memory_cap())
 
   def built_architectures(self) -> tuple[Architecture, ...]:
-    """Those that this build has kernels for; all, if they were named and it has none."""
+    """The architectures that this build has kernels for; all, if it has kernels for none."""
     kept = tuple(a for a in self.architectures if self._variants(a) is not None)
     return kept or self.architectures
 
@@ -233,7 +236,7 @@ class Backend:
     return devices.obstacle(self.platform)
 
   def _variants(self, architecture: Architecture) -> list[str] | None:
-    """The attention kernels of this build, in words; None if there are none."""
+    """The attention kernels of this build, such as "128 bfloat16"; None if there are none."""
     if architecture.name == "none":
       return []
     found: list[str] | None = self.module.variants().get(f"attention {architecture.name}")
@@ -242,7 +245,7 @@ class Backend:
   def _build_obstacle(
     self, architecture: Architecture, q: Any, dims: tuple[int, int]
   ) -> str | None:
-    """Of a build with some of the kernels: whether those for these dims are among them."""
+    """Why this build has no kernels for these head dims; None if it has them."""
     if architecture.name == "none":
       return None
     variants = self._variants(architecture)
@@ -259,8 +262,8 @@ class Backend:
     if dims in built.values() or has_larger(dims):
       return None
     largest = [name for name, both in built.items() if not has_larger(both)]
-    has = f"head dims up to {' and '.join(largest)} alone" if built else "none"
-    return f"kernels were left out of this build: of {q.dtype.name} it has {has}"
+    has = f"only head dims up to {' and '.join(largest)}" if built else "none"
+    return f"kernels were left out of this build: for {q.dtype.name} it has {has}"
 
 
 def _shared_memory_cap() -> int:
@@ -275,7 +278,7 @@ def _shared_memory_cap() -> int:
 
 
 def _dims_of(name: str) -> tuple[int, int]:
-  """Head dims of keys and of values: "192/128", or "128" where they are the same."""
+  """The head dims of keys and of values from "192/128", or from "128" if they are equal."""
   first, _, second = name.partition("/")
   return int(first), int(second or first)
 
@@ -283,11 +286,11 @@ def _dims_of(name: str) -> tuple[int, int]:
 def _import(name: str) -> Any:
   try:
     return importlib.import_module(f"jax_magi._src.native.{name}")
-  except ModuleNotFoundError:  # It was built without nvcc.
+  except ModuleNotFoundError:  # This build has no CUDA kernels.
     return None
 
 
-_NOT_BUILT = "this build of jax_magi has no kernels for it"
+_NOT_BUILT = "this build of jax_magi has no kernels for this platform"
 _SOFTMAX_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _SHARED_MEMORY_KB = "JAX_MAGI_SHARED_MEMORY_KB"
 _LEAST_SHARED_MEMORY_KB = 99  # See `cc/architecture.h`.
@@ -303,12 +306,12 @@ CUDA = Backend(
       Devices("Hopper GPUs (compute capability 9.0)", (9, 0), is_exact=True),
       bias_multiple=8,  # TMA moves rows in units of 16 bytes.
     ),
-    # Newer ones than those that they were compiled for compile them from PTX.
+    # GPUs that are newer than the compiled kernels compile them from PTX.
     Architecture("sm80", Devices("GPUs of compute capability 8.0 and later", (8, 0))),
   ),
   attention_dtypes=(jnp.bfloat16, jnp.float16),
   max_head_dim=256,
-  head_dim_multiple=8,  # Rows are moved in units of 16 bytes.
+  head_dim_multiple=8,  # The kernels move rows in units of 16 bytes.
   orders_dq_itself=True,
   sums_bias_in_order=False,
   softmax_devices=Devices("GPUs of compute capability 8.0 and later", (8, 0)),
@@ -324,7 +327,7 @@ for _backend in BACKENDS.values():
 
 
 def candidates(implementation: str | None) -> dict[str, Backend]:
-  """The backends that a call may take, by platform: those that are named, or all."""
+  """The backends that a call may use, by platform: the one that is named, or all."""
   if implementation is None:
     return dict(BACKENDS)
   named = {platform: backend.named(implementation) for platform, backend in BACKENDS.items()}
@@ -338,18 +341,18 @@ def check_implementation(
   *,
   has_architectures: bool = False,
 ) -> None:
-  """Raises unless `implementation` is None, the plain path, or a backend that takes the operands.
+  """Checks that `implementation` is None, the plain path, or a backend that takes the operands.
 
   Args:
     implementation: the caller's argument.
     plain: the name of the plain path.
     obstacle: why a backend cannot be used; None if it can.
-    has_architectures: whether it may also be one of a backend's architectures.
+    has_architectures: whether `implementation` may name one of a backend's architectures.
   """
   names = list(BACKENDS)
   if has_architectures:
     names = [n for b in BACKENDS.values() for n in (b.platform, *map(b.name_of, b.architectures))]
-  # Attention takes "xla" for its plain path, too.
+  # Attention accepts "xla" as another name of its plain path.
   check_choice("implementation", implementation, tuple(dict.fromkeys((None, *names, plain, "xla"))))
   if implementation not in names:
     return
@@ -358,17 +361,17 @@ def check_implementation(
   if reason is not None:
     raise NotImplementedError(
       f"implementation={implementation!r} cannot be used: {reason}; "
-      f"implementation=None or {plain!r} takes everything"
+      f"implementation=None and implementation={plain!r} support all operands"
     )
 
 
 def log_fallback(operation: str, plain: str, obstacle: Callable[[Backend], str | None]) -> None:
-  """Says once, for each reason, that calls take the plain path where there might be a kernel."""
+  """Logs once, for each reason, that calls use the plain path although the platform has kernels."""
   backend = BACKENDS.get(default_platform())
   reason = obstacle(backend) if backend is not None else None
   if reason is not None:
     _log_once(
-      f"{operation} takes the plain path ({plain!r}), which is slower than the kernels of "
+      f"{operation} uses the plain path ({plain!r}), which is slower than the kernels for "
       f"{default_platform()}: {reason}"
     )
 
@@ -379,7 +382,7 @@ def _log_once(text: str) -> None:
 
 
 def num_multiprocessors() -> int | None:
-  """Of a GPU, if JAX sees one and says so."""
+  """The number of SMs of the first GPU; None if there is no GPU, or JAX does not know."""
   try:
     devices = jax.devices(CUDA.platform)
   except RuntimeError:
@@ -388,6 +391,6 @@ def num_multiprocessors() -> int | None:
 
 
 def default_platform() -> str:
-  """The platform of JAX's default devices, as `implementation` names it."""
+  """JAX's default platform, under its name in `implementation`."""
   name = jax.default_backend()
   return CUDA.platform if name == "gpu" else name

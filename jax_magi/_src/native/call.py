@@ -21,14 +21,14 @@ def native_call(
   aliases: dict[int, int] | None = None,
   **attributes: Any,
 ) -> tuple[jax.Array, ...]:
-  """Calls the handler that the platform has under `target`.
+  """Calls the handler that is registered as `target` for the platform.
 
   Args:
-    target: its name.
-    operands: arrays.
-    results: shape and dtype of each.
-    aliases: operands, by index, whose memory a result may take.
-    **attributes: numpy scalars and bools: the FFI takes no other type than the handler's own.
+    target: the FFI target name.
+    operands: the arrays to pass.
+    results: the shape and the dtype of each result.
+    aliases: a map from operands to the results that may reuse their memory, both by index.
+    **attributes: numpy scalars and bools. The FFI requires the exact types of the handler.
   """
   operands = vary_together(*operands)
   # Results vary over the mesh axes of the operands; a bare ShapeDtypeStruct would claim that they
@@ -49,12 +49,11 @@ def call_on_whole_arrays(
   aliases: dict[int, int] | None = None,
   **attributes: Any,
 ) -> tuple[jax.Array, ...]:
-  """`native_call` for kernels whose operands and results must be arrays of their own.
+  """`native_call` for kernels whose operands and results must not be parts of larger arrays.
 
-  XLA for GPUs, from JAX 0.11 on, makes one fusion of a call and the slices around it: operands are
-  then read, and results written, where they lie in larger arrays, at any alignment, and
-  `x.at[:n].set(f(x[:n]))` writes over what other blocks of threads still read. It does not look
-  through barriers.
+  From JAX 0.11 on, XLA for GPUs fuses a call with the slices around it. The kernel then accesses
+  parts of larger arrays, at any alignment, and in `x.at[:n].set(f(x[:n]))` it overwrites operands
+  that other CTAs are still reading. Optimization barriers prevent the fusion.
   """
   operands = lax.optimization_barrier(tuple(operands))
   barred: tuple[jax.Array, ...] = lax.optimization_barrier(

@@ -1,4 +1,4 @@
-"""Which implementation a call takes, and why, for callers who ask."""
+"""Explains which implementation a call uses, and why."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jax_magi._src.native.backends import (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """The implementation that a call takes, and the reason. Print it to read both.
+  """The implementation that a call uses, and the reasons. Print it to read both.
 
   Attributes:
     operation: a description of the computation.
-    implementation: what the call takes on JAX's default platform: "cpu", "cuda_sm90" or
-      "cuda_sm80" (attention) or "cuda" (softmax) is a kernel, "blockwise" (attention) or "xla"
-      (softmax) is plain JAX.
+    implementation: the implementation on JAX's default platform. Native kernels are "cpu",
+      "cuda_sm90" and "cuda_sm80" for attention, and "cpu" and "cuda" for softmax. Plain JAX is
+      "blockwise" for attention, and "xla" for softmax.
     native: the platforms that have a kernel for this call. On others, XLA compiles plain JAX.
-    notes: reasons and other remarks.
+    notes: the reasons, and other remarks.
   """
 
   operation: str
@@ -49,23 +49,23 @@ def explain(
   *,
   kernels_of: Callable[[Backend], Backend] | None = None,
 ) -> Explanation:
-  """The explanation of a call. An implementation that was asked for must be there.
+  """Explains a call. Raises an error if the caller names an implementation that cannot be used.
 
   Args:
-    operation: in words.
+    operation: a description of the operation.
     implementation: the caller's argument.
     plain: the name of the plain path.
     obstacle: why a backend cannot be used; None if it can.
-    notes: of the operation itself.
-    kernels_of: a backend with the architecture whose kernels a call takes; None if all have the
-      same.
+    notes: remarks on the operation itself.
+    kernels_of: selects the architecture of a backend whose kernels the call uses. None if the
+      kernels do not depend on the architecture.
   """
   check_implementation(implementation, plain, obstacle, has_architectures=kernels_of is not None)
   backends = candidates(implementation)
   obstacles = {platform: obstacle(backend) for platform, backend in backends.items()}
   reasons = [f"not on {p}: {reason}" for p, reason in obstacles.items() if reason is not None]
   if implementation == plain:
-    reasons.append(f"implementation={plain!r} was asked for")
+    reasons.append(f"the caller chose implementation={plain!r}")
   native = tuple(p for p, reason in obstacles.items() if reason is None)
   chosen = {p: kernels_of(backends[p]) if kernels_of else backends[p] for p in native}
   reasons += [
@@ -73,7 +73,7 @@ def explain(
     for p in native
     if len(chosen[p].architectures) < len(backends[p].architectures)
   ]
-  # A caller who names kernels means their platform, whatever is the default.
+  # A caller who names kernels means their platform, even if it is not the default one.
   platform = default_platform() if implementation is None else next(iter(backends), None)
   taken = chosen[platform].kernels if platform in chosen else plain
   return Explanation(operation, taken, native, (*reasons, *notes))

@@ -1,4 +1,4 @@
-"""What helps computation and communication to run at the same time, as JAX functions."""
+"""JAX functions that help computation and communication to overlap."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from jax.custom_batching import custom_vmap
 from jax_magi._src.native.backends import CUDA
 from jax_magi._src.native.call import native_call
 
-# What stands in for communication in benchmarks, which alone register it: its beginning, and its
-# end.
+# The start and the end of a stand-in for communication. Only benchmarks register these targets.
 STAND_IN_TARGETS = ("jax_magi_stand_in_start", "jax_magi_stand_in_done")
-# Bytes that the barrier works in, and more.
+# At least the workspace of the barrier.
 _WORKSPACE_BYTES = 1024
-# How the names of scopes begin around collectives that move keys, values and gradients between
-# ranks: around those that a kernel is to hide, and those that none can. The kind follows.
+# Prefixes of the named scopes around collectives that move keys, values and gradients between
+# ranks: those that a kernel should hide, and those that no kernel can hide. The kind follows.
 EXCHANGE_SCOPE = "jax_magi_exchange"
 SINGLE_EXCHANGE_SCOPE = "jax_magi_single_exchange"
 
 
 def exchange_scope(kind: str, *, is_single: bool) -> Any:
-  """The scope by which `jax_magi.overlap` knows our collectives in the text of a program.
+  """The named scope by which `jax_magi.overlap` finds our collectives in the text of a program.
 
   Args:
-    kind: the hop's.
-    is_single: whether there is one transfer and one kernel after it, so that nothing can hide it.
+    kind: the kind of the hop.
+    is_single: True if there is one transfer, followed by one kernel: then nothing can hide it.
   """
   return jax.named_scope(f"{SINGLE_EXCHANGE_SCOPE if is_single else EXCHANGE_SCOPE}_{kind}")
 
 
 def kernel_barrier(x: Any) -> Any:
-  """x, when another kernel holds a streaming multiprocessor of the GPU, or after about 0.1 ms.
+  """Delays x until another kernel occupies an SM of the GPU, for at most about 0.1 ms.
 
-  A kernel that takes x can then not take the place of communication that was started before it.
-  Elsewhere than on a GPU with our kernels: x.
+  A kernel that depends on the result then cannot occupy the SMs that communication, which was
+  started before it, needs. On other devices, the result is x without a delay.
   """
   return _barrier_where_kernels_are(x) if CUDA.has_attention_device() else x
 

@@ -1,6 +1,6 @@
 """The native softmax kernels as JAX functions.
 
-x, y, dy, dx [b, heads, q_len, k_len]           mask: the same, each may be 1
+x, y, dy, dx [b, heads, q_len, k_len]           mask: the same, or 1 in any dimension
 offset_probability, dot [b, heads, q_len]       offset [b or 1, heads]
 """
 
@@ -32,13 +32,13 @@ def forward(
   hi: int,
   donate: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Returns y, and the offset's probability in each row. `mask` and `offset` may be None."""
+  """Returns y, and the probability of the offset in each row. `mask` and `offset` may be None."""
   rows = x.shape[:-1] if offset is not None else (0,)
   y, offset_probability = call_on_whole_arrays(
     _FORWARD,
     (
       x,
-      # Made by an operation: custom_partitioning takes no constants.
+      # `jnp.zeros`, because custom_partitioning accepts no constants.
       jnp.zeros((0, 0, 0, 0), bool) if mask is None else mask,
       jnp.zeros((0, 0), np.float32) if offset is None else offset,
     ),
@@ -53,7 +53,7 @@ def forward(
 def backward(
   y: jax.Array, dy: jax.Array, *, scale: float, lo: int, hi: int, donate: bool, with_dot: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Returns dx, and each row's sum of y * dy if asked for."""
+  """Returns dx and, with `with_dot`, each row's sum of y * dy."""
   dx, dot = call_on_whole_arrays(
     _BACKWARD,
     (y, dy),

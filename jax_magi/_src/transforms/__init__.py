@@ -1,1 +1,1 @@
-"""How an op over a batch meets JAX: platforms, vmap, shardings, varying mesh axes."""
+"""Support of an op for JAX's features: platforms, vmap, shardings, varying mesh axes."""

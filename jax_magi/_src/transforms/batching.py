@@ -1,4 +1,4 @@
-"""vmap of an op that has a batch of its own."""
+"""vmap of an op that has a batch axis."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from jax.custom_batching import custom_vmap
 def fold_batch(
   fun: Callable[..., Any], first: str, shared: Set[str], summed: dict[int, str]
 ) -> Callable[..., Any]:
-  """Makes vmap one larger batch: the mapped axis joins the leading one of every operand.
+  """Turns vmap into one call with a larger batch: the mapped axis joins each operand's batch axis.
 
-  `fun` takes a dictionary of operands, of which `first` has the whole batch. Those in `shared` may
-  have a leading axis of 1: one for the whole batch. They stay so as long as they are not mapped.
+  `fun` takes a dictionary of operands. The operand `first` always has the whole batch. Operands in
+  `shared` may have a leading axis of 1, and then the whole batch shares them. They stay shared as
+  long as they are not mapped.
 
-  `summed` gives results, by index, the operand of which they are the gradient. That one, too, may
-  have a leading axis of 1, and its gradient is then a sum over the batch; but each mapped element
-  has a gradient of its own.
+  `summed` maps results, by index, to the operands of which they are the gradients. If such an
+  operand is shared, its gradient is a sum over the batch, with a separate sum for each mapped
+  element.
 
-  The result must not be differentiated: JAX's derivative of a `custom_vmap` maps operands and
-  their tangents one after the other where only some of them are mapped.
+  The returned function must not be differentiated: if only some operands are mapped, JAX's
+  derivative of a `custom_vmap` maps operands and tangents one after the other.
   """
-  # Under jit, the constants of `fun` are its own. Otherwise they would be operands of the
-  # custom_vmap, which refuses them where they are mapped, as they are in a vmap of lax.cond.
+  # Inside jit, the constants of `fun` belong to it. Otherwise custom_vmap would treat them as
+  # operands, and raise an error if they are mapped, as they are in a vmap of lax.cond.
   folded = custom_vmap(jax.jit(fun))
 
   @folded.def_vmap
@@ -43,7 +44,7 @@ def fold_batch(
 
     def join(name: str, x: jax.Array) -> jax.Array:
       if name in shared and not is_mapped[name] and x.shape[0] == 1:
-        return x  # Still shared by all.
+        return x  # The whole batch still shares it.
       if not is_mapped[name]:
         x = x[None]
       x = jnp.broadcast_to(x, (axis_size, batch, *x.shape[2:]))

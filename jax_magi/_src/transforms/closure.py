@@ -1,7 +1,7 @@
-"""Functions with the arrays that they close over as operands, which can then have gradients.
+"""Turns the arrays that a function closes over into operands, so that they can have gradients.
 
-A custom derivative knows the gradients of its operands alone. `open_closure` traces a function and
-finds what it closes over; the result takes these constants as arguments.
+A custom derivative has gradients only for its operands. `open_closure` traces a function and finds
+the arrays that it closes over. The function that it returns takes these constants as arguments.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jax_magi._src.transforms.varying import axes_of_type, vary_over, vary_toget
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenFunction:
-  """A function that was traced for operands of a few shapes, and closes over nothing.
+  """A function that was traced for operands of some shapes, and closes over nothing.
 
   Attributes:
-    programs: by the operands' shapes, what was traced, the places of its constants among all
-      constants, and the tree of its results.
+    programs: for the shapes of the operands: the traced program, the positions of its constants
+      among all constants, and the tree structure of its results.
   """
 
   programs: dict[tuple[tuple[int, ...], ...], tuple[core.ClosedJaxpr, tuple[int, ...], Any]]
 
   def __call__(self, operands: Sequence[Any], constants: Sequence[Any]) -> Any:
-    """The function's results, for operands of one of the shapes that it was traced for."""
+    """The results of the function. It must have been traced for operands of these shapes."""
     program, places, tree = self.programs[_shapes(operands)]
     constants = [constants[place] for place in places]
     jaxpr = program.jaxpr
@@ -39,7 +39,7 @@ class OpenFunction:
     return jax.tree.unflatten(tree, results)
 
   def results(self, operands: Sequence[Any]) -> Any:
-    """Shapes and dtypes of the results for such operands."""
+    """The shapes and dtypes of the results for operands of these shapes."""
     program, _, tree = self.programs[_shapes(operands)]
     return jax.tree.unflatten(tree, program.out_avals)
 
@@ -47,11 +47,11 @@ class OpenFunction:
 def open_closure(
   fun: Callable[..., Any], examples: Sequence[Sequence[Any]]
 ) -> tuple[OpenFunction, tuple[Any, ...]]:
-  """`fun` without its closure, and the arrays that it closes over.
+  """Returns `fun` as a function without closure, and the arrays that `fun` closes over.
 
   Args:
     fun: a traceable function of arrays.
-    examples: operands of each of the shapes that it will be called with.
+    examples: one example of operands for each combination of shapes that will be used.
   """
   programs: dict[tuple[tuple[int, ...], ...], tuple[core.ClosedJaxpr, tuple[int, ...], Any]] = {}
   constants: list[Any] = []
@@ -72,21 +72,21 @@ def _shapes(operands: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def _as_traced(variables: Sequence[Any], values: Sequence[Any]) -> bool:
-  """Whether values vary over the mesh axes that they varied over when the program was traced."""
+  """Whether values vary over the same mesh axes as when the program was traced."""
   pairs = zip(variables, values, strict=True)
   return all(axes_of_type(variable.aval) == varying_axes(value) for variable, value in pairs)
 
 
-# Calls that mean the same if their equations stand in their place.
+# Calls that can be replaced by their equations.
 _INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
 def _evaluate(jaxpr: core.Jaxpr, constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-  """Evaluates what was traced, for operands that may vary over more mesh axes than at that time.
+  """Evaluates a traced program for operands that may vary over more mesh axes than when traced.
 
-  Constants are such: where they were replicated, the program itself makes them vary, in each of its
-  calls. Gradients would then be summed over the mesh in each call. Constants that vary already
-  have gradients that are summed once, outside.
+  Constants do. If they were replicated, each call of the program would make them vary, and each
+  call would sum their gradients over the mesh. If they vary before the calls, their gradients are
+  summed once, outside.
   """
   values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *operands], strict=True))
 
@@ -116,12 +116,12 @@ def _evaluate_equation(equation: core.JaxprEqn, inputs: list[Any]) -> list[Any]:
       return list(fun(*inputs))
     if any(isinstance(x, (core.Jaxpr, core.ClosedJaxpr)) for x in jax.tree.leaves(params)):
       raise NotImplementedError(
-        f"expand closes over an array that is replicated over a mesh axis, and uses it in {name}: "
-        "make it vary before, with jax.lax.pcast(x, axis_name, to='varying')"
+        f"expand closes over an array that is replicated over a mesh axis, and uses it in {name}; "
+        "make it vary beforehand, with jax.lax.pcast(x, axis_name, to='varying')"
       )
     inputs = list(vary_together(*inputs))
   bound = equation.primitive.get_bind_params(params)
-  # Some versions of JAX have functions among these parameters, others return them beside.
+  # Depending on its version, JAX returns functions among these parameters, or separately.
   functions, params = bound if isinstance(bound, tuple) else ((), bound)
   with equation.ctx.manager:
     results = equation.primitive.bind(*functions, *inputs, **params)

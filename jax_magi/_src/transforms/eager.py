@@ -1,4 +1,4 @@
-"""Whether a call is computed at once, or is part of a program that is compiled as a whole."""
+"""Tells calls that run immediately from calls that are part of a compiled program."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def is_eager(x: Any) -> bool:
-  """Whether operations on `x` are computed at once; they are not under jit or in a scan.
+  """Whether operations on `x` run immediately. They do not under jit or in a scan.
 
-  Under grad or vmap alone, `x` is a tracer, too, but one that wraps a value: `primal` of the
-  tracers of derivatives, `val` of those of vmap. What wraps anything else is not eager.
+  Under grad or vmap without jit, `x` is a tracer that wraps a value: the attribute `primal` of
+  derivative tracers, or `val` of vmap tracers. A tracer that wraps anything else is not eager.
   """
   while isinstance(x, jax.core.Tracer):
     x = getattr(x, "primal", getattr(x, "val", None))

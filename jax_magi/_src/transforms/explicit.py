@@ -14,18 +14,18 @@ Result = TypeVar("Result")
 
 
 def spec_of(*arrays: Any) -> P:
-  """How Explicit axes split an array: the first one that they split, or else the first one."""
+  """The PartitionSpec of the first array that Explicit axes split, or else of the first array."""
   specs: list[P] = [jax.typeof(x).sharding.spec for x in arrays]
   return next((spec for spec in specs if any(spec)), specs[0])
 
 
 def on_explicit_axes(x: Any) -> bool:
-  """Whether an array lies on a mesh that has Explicit axes here."""
+  """Whether an array is on a mesh that has Explicit axes in this context."""
   return bool(_explicit_axes(jax.typeof(x).sharding.mesh))
 
 
 def merged_spec(*arrays: Any) -> P:
-  """The spec of what arrays of one rank are broadcast to; the first one has the first say."""
+  """The spec of the shape to which arrays of equal rank are broadcast; earlier arrays win."""
   entries: list[Any] = [None] * len(spec_of(arrays[0]))
   taken: set[str] = set()
   for spec in map(spec_of, arrays):
@@ -40,15 +40,16 @@ def merged_spec(*arrays: Any) -> P:
 def with_auto_axes(
   fun: Callable[..., Result], operands: Any, out_specs: Callable[[], Any]
 ) -> Callable[..., Result]:
-  """`fun` for callers whose mesh has Explicit axes: inside it, XLA propagates the shardings.
+  """Wraps `fun` for meshes with Explicit axes: inside it, XLA propagates the shardings.
 
-  Under `shard_map`, JAX cannot differentiate what happens inside. An op with a custom derivative
-  therefore calls this in its rules, and not around itself.
+  Under `shard_map`, JAX cannot differentiate the wrapped function. An op with a custom derivative
+  therefore wraps the functions inside its rules, not itself.
 
   Args:
-    fun: takes `operands`, or other arrays on the same mesh.
-    operands: any tree. The first array in it that lies on Explicit axes tells the mesh.
-    out_specs: makes the tree of the results' PartitionSpecs; called only if there is such a mesh.
+    fun: a function of `operands`, or of other arrays on the same mesh.
+    operands: any tree. The first array in it that is on Explicit axes determines the mesh.
+    out_specs: returns the tree of PartitionSpecs of the results. It is called only if there is such
+      a mesh.
   """
   meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
   mesh = next((mesh for mesh in meshes if _explicit_axes(mesh)), None)
@@ -57,7 +58,7 @@ def with_auto_axes(
   wrapped = jax.sharding.auto_axes(fun, axes=_explicit_axes(mesh), out_sharding=out_specs())
 
   def call(*operands: Any) -> Any:
-    # Arrays may carry their mesh without it being the current one.
+    # The mesh of an array may differ from the current mesh.
     with jax.sharding.use_abstract_mesh(mesh):
       return wrapped(*operands)
 
@@ -65,7 +66,7 @@ def with_auto_axes(
 
 
 def split_over(x: Any, mesh: Any, spec: P) -> Any:
-  """`x`, split as `spec` says over the Explicit axes of a mesh. Other axes are left to XLA."""
+  """`x`, split by `spec` over the Explicit axes of a mesh. XLA handles the other axes."""
   explicit = _explicit_axes(mesh)
   if not explicit:
     return x
@@ -75,25 +76,25 @@ def split_over(x: Any, mesh: Any, spec: P) -> Any:
 
 
 def unsplit(x: Any) -> Any:
-  """`x` with all of it on every device, for small arrays that are cut and joined."""
+  """`x`, replicated on every device. For small arrays that are sliced and concatenated."""
   return split_over(x, jax.typeof(x).sharding.mesh, P()) if any(spec_of(x)) else x
 
 
 def fold_leading(x: Any, count: int) -> jax.Array:
-  """The first `count` axes as one, split over all mesh axes that they were split over."""
+  """Merges the first `count` axes into one, split over all mesh axes that split any of them."""
   spec, shape = spec_of(x), (math.prod(x.shape[:count]), *x.shape[count:])
   names = tuple(name for entry in spec[:count] for name in _names(entry))
   return reshaped(x, shape, P(names or None, *spec[count:]))
 
 
 def reshaped(x: Any, shape: tuple[int, ...], spec: P) -> jax.Array:
-  """`x` in another shape. JAX asks for the spec where Explicit axes split what is reshaped."""
+  """`x` in another shape. JAX needs the spec if Explicit axes split the reshaped axes."""
   result: jax.Array = with_auto_axes(lambda x: x.reshape(shape), x, lambda: spec)(x)
   return result
 
 
 def resized_spec(x: Any, length: int) -> P:
-  """The spec of `x` with another length of its first axis, which is whole where it must be."""
+  """The spec of `x` with a first axis of `length`, which stays whole if it cannot be split."""
   sharding = jax.typeof(x).sharding
   first, *rest = sharding.spec
   parts = math.prod(sharding.mesh.shape[name] for name in _names(first))

@@ -1,9 +1,9 @@
-"""An operation over a batch, declared once. What JAX has to know of it follows from that.
+"""An operation over a batch. Its rules for JAX follow from one declaration.
 
-its operands and results, by name, with their dimensions as letters
-  -> under vmap, one call with a larger batch                (batching.py)
-  -> on each platform, its kernel, or plain JAX              (here)
-  -> under plain jit, batch and heads stay split             (sharding.py)
+The declaration names operands and results, with their dimensions as letters. It gives the operation
+  - under vmap: one call with a larger batch                  (batching.py)
+  - on each platform: the kernel of the platform or plain JAX (this file)
+  - under plain jit: batch and heads that stay split          (sharding.py)
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from jax import lax
 from jax_magi._src.transforms.batching import fold_batch
 from jax_magi._src.transforms.sharding import keep_batch_and_heads
 
-# By name: arrays of a call, or one of its parts.
+# The arrays of a call, or of one device's part of it, by name.
 Operands = dict[str, Any]
 Results = tuple[jax.Array, ...]
-# Operands that a kernel takes by name, and its attributes.
+# Operands of a kernel by name, and its attributes.
 Derived = tuple[Operands, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DerivedOperand:
-  """What a kernel takes and no caller gives, as it follows from the other operands.
+  """An operand of a kernel that is computed from the other operands, such as a tile list.
 
-  It is not the result of an operation of its own: what it is, even how long, differs by platform,
-  and that of one part of the batch is no part of that of the batch. So it is either planned as the
-  call is traced, and one for all devices, or each device makes its own of its part.
+  It cannot be the result of a separate operation. Its contents and even its length depend on the
+  platform, and the derived operand of a part of the batch is not a part of that of the whole batch.
+  So it is either planned for all devices when the call is traced, or each device makes its own from
+  its part of the operands.
 
   Calls that take the same `Operation.sources` may make theirs together: each of them makes those of
   all, by one operation that is the same for all of them, and takes its own. XLA keeps one of equal
   operations.
 
   Attributes:
-    plan: from the operands on all devices to those that are derived, or take the place of others;
-      None if they are not known.
-    serves: whether the plan for the operands (first) serves a part of them (second).
-    make: the same as `plan` from a device's part, by operations.
+    plan: returns derived operands, and operands that replace others, from the operands on all
+      devices. None if they cannot be known at trace time.
+    serves: whether the plan for the operands (first argument) serves a part of them (second).
+    make: does the same as `plan` for a device's part, by operations on the device.
   """
 
   plan: Callable[[Operands], Derived | None]
@@ -56,9 +57,9 @@ class Native:
   """The kernel of a platform.
 
   Attributes:
-    kernel: a function of the operands, by name, on whatever part of batch and heads a device has.
-    derived: operands that it takes besides.
-    is_opaque: whether XLA has to be told how to split it; it knows that of plain JAX.
+    kernel: a function of the operands by name. It works on any part of batch and heads.
+    derived: the derived operands that it also takes.
+    is_opaque: True if XLA needs a rule to split it. It needs none for plain JAX.
   """
 
   kernel: Callable[..., Results]
@@ -68,17 +69,17 @@ class Native:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-  """What is known of an operation before it has operands.
+  """The declaration of an operation.
 
   Attributes:
-    operands: dimensions of all operands that there may be, as letters: b is the batch, h are the
-      (query) heads, g the kv heads; others are never split. The first one has the whole batch and
-      all heads; every call has it.
-    results: likewise, in order.
-    natives: from the operands to the platforms whose kernels take them and are not excluded by
-      `implementation`, each with its kernel.
-    plain: the same in plain JAX: a function of the operands, by name.
-    plain_name: that `implementation` may have for it.
+    operands: the dimensions of all possible operands as letters: b is the batch, h are the (query)
+      heads, g are the kv heads. Other dimensions are never split. Every call has the first operand,
+      with the whole batch and all heads.
+    results: the dimensions of the results, in order.
+    natives: a function of the operands that returns the kernels which take them, by platform,
+      without those that `implementation` excludes.
+    plain: the operation in plain JAX, a function of the operands by name.
+    plain_name: the name of the plain path in `implementation`.
     implementation: the caller's argument: the name of kernels or of the plain path, or None to
       choose.
     shared: operands that may be one for the whole batch, with a leading axis of 1.
@@ -98,10 +99,10 @@ class Operation:
   gradients: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def function(self) -> Callable[[Operands], Results]:
-    """From operands by name to the tuple of results.
+    """Returns the operation as a function from operands by name to the tuple of results.
 
-    Under vmap it is called once, with a larger batch. Where no kernel can be chosen it has the
-    derivatives of plain JAX; otherwise it has none.
+    Under vmap, it is called once with a larger batch. It has the derivatives of plain JAX if no
+    kernel can be used, and no derivatives otherwise.
     """
     names = list(self.results)
     summed = {names.index(result): operand for result, operand in self.gradients.items()}
@@ -112,22 +113,23 @@ class Operation:
     def _(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
       if self._usable_natives(*primals):
         raise NotImplementedError(
-          f'jax_magi\'s kernels have no second derivative; implementation="{self.plain_name}" has'
+          f"jax_magi's kernels have no second derivatives; "
+          f'implementation="{self.plain_name}" supports them'
         )
-      # Not of the folded op: vmap of a derivative is left to JAX.
+      # The derivative of the plain function, not of the folded op: JAX handles its vmap.
       return jax.jvp(self._in_plain_jax, primals, tangents)
 
     return op
 
   def _on_platform(self, operands: Operands) -> Results:
-    """The kernel where the platform that is compiled for has one; plain JAX elsewhere."""
+    """The kernel of the platform that the program is compiled for, or plain JAX."""
     natives = self._usable_natives(operands)
-    # A caller who names a platform wants its kernel, or an error, but never another path.
+    # A caller who names a platform gets its kernel or an error, never another path.
     if not natives and self.implementation not in (None, self.plain_name):
       raise NotImplementedError(
         f"implementation={self.implementation!r} cannot be used: the kernels do not take arrays of "
-        f"the shapes {', '.join(str(list(x.shape)) for x in operands.values())}; "
-        f"implementation=None or {self.plain_name!r} takes everything"
+        f"shapes {', '.join(str(list(x.shape)) for x in operands.values())}; "
+        f"implementation=None and implementation={self.plain_name!r} support all operands"
       )
     if not natives:
       return self._in_plain_jax(operands)
@@ -136,7 +138,7 @@ class Operation:
     return results
 
   def _usable_natives(self, operands: Operands) -> dict[str, Callable[[Operands], Results]]:
-    # How much memory a kernel needs is asked when it is traced, and jax.export may know no numbers.
+    # The workspace of a kernel is computed at trace time, which symbolic sizes do not allow.
     if any(jax.export.is_symbolic_dim(size) for x in operands.values() for size in x.shape):
       return {}
     return {
@@ -169,7 +171,7 @@ class Operation:
     return self._split(kernel, operands | planned)
 
   def _split(self, fun: Callable[..., Results], operands: Operands) -> Results:
-    # In the order of the declaration, as dictionaries that JAX has seen are in another.
+    # In the order of the declaration: JAX reorders dictionaries.
     given = {name: letters for name, letters in self.operands.items() if name in operands}
     split = keep_batch_and_heads(
       lambda *arrays: fun(**dict(zip(given, arrays, strict=True))),

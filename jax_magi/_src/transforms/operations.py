@@ -1,4 +1,4 @@
-"""How many operations the matrix products of a traced function take."""
+"""Counts the operations of the matrix products in a traced function."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jax.extend import core
 
 
 def product_operations(jaxpr: core.Jaxpr) -> int:
-  """Two for each multiplication of all matrix products, those of inner functions included.
+  """Two for each multiplication in all matrix products, including those of inner functions.
 
-  XLA's own count (`Lowered.cost_analysis`) exists on some platforms only, and plans must not depend
-  on where they are made. A `while` loop counts as one turn.
+  XLA's own count (`Lowered.cost_analysis`) is available only on some platforms, and plans must not
+  depend on the machine that makes them. A `while` loop counts as one iteration.
   """
   total = 0
   for equation in jaxpr.eqns:

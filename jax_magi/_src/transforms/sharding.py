@@ -1,4 +1,4 @@
-"""Keeps batch and head shardings of an opaque op under plain `jit`.
+"""Keeps the batch and head shardings of an opaque op under plain `jit`.
 
 Without this, XLA gathers every operand of a custom call onto every device.
 """
@@ -16,29 +16,30 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-# Dimension letters with a meaning. Any other letter is a dimension that is never split.
+# The letters of dimensions that may be split. Dimensions with other letters never are.
 _BATCH, _Q_HEADS, _KV_HEADS = "b", "h", "g"
 
 
 def keep_batch_and_heads(
   fun: Callable[..., tuple[jax.Array, ...]], operands: list[str], results: list[str]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-  """`fun` on whatever part of batch and heads a device holds.
+  """Calls `fun` on the part of batch and heads that each device holds.
 
-  Where query heads are split over more devices than there are kv heads, each device has all kv
-  heads, calls `fun` with the one that its query heads use, and gradients of kv heads are summed.
+  If query heads are split over more devices than there are kv heads, each device holds all kv heads
+  and calls `fun` with the one that its query heads use. Gradients of kv heads are then summed over
+  devices.
 
   Args:
-    fun: takes one array per entry of `operands`, returns a tuple. The first one has all heads; if
-      there are kv heads, the second one has those.
-    operands: each operand's dimensions as letters: b batch, h (query) heads, g kv heads. A size of
-      1 is an operand that the whole batch, or all heads, share.
-    results: likewise. A size of 1 is a sum over the batch, or over all heads.
+    fun: a function of one array for each entry of `operands` that returns a tuple. The first
+      operand has all heads. If there are kv heads, the second operand has all of them.
+    operands: the dimensions of each operand as letters: b for the batch, h for (query) heads, g for
+      kv heads. An operand of size 1 in such a dimension is shared.
+    results: the dimensions of each result. A result of size 1 in such a dimension is a sum.
   """
 
   def positional(
     *arrays: jax.Array,
-  ) -> tuple[jax.Array, ...]:  # custom_partitioning wants to see no keywords.
+  ) -> tuple[jax.Array, ...]:  # custom_partitioning allows no keywords.
     return tuple(fun(*arrays))
 
   def heads_of(operand_types: Any) -> tuple[int, int]:
@@ -53,8 +54,8 @@ def keep_batch_and_heads(
     batch_axes, head_axes = _find_axes(mesh, operand_types[0], operands[0])
     num_q_heads, num_kv_heads = heads_of(operand_types)
     group = num_q_heads // num_kv_heads
-    # A group of query heads needs its kv head on the same device: kv heads are split over as many
-    # axes as divide them, and over the others each device has the same ones.
+    # A group of query heads needs its kv head on the same device. So kv heads are split over the
+    # leading mesh axes whose product divides their number, and replicated over the other axes.
     sizes = [mesh.shape[name] for name in head_axes]
     num_split = max(n for n in range(len(sizes) + 1) if num_kv_heads % math.prod(sizes[:n]) == 0)
     local_heads = num_q_heads // math.prod(sizes)
@@ -78,7 +79,7 @@ def keep_batch_and_heads(
       )
 
     def split_axes(letters: str, x: Any) -> tuple[str, ...]:
-      """Mesh axes over which devices hold parts of the sum that `x` is."""
+      """The mesh axes over which devices hold partial sums of `x`."""
       sizes = zip(letters, x.shape, strict=True)
       return tuple(name for letter, size in sizes if size == 1 for name in axes.get(letter, ()))
 
@@ -107,7 +108,8 @@ def keep_batch_and_heads(
       return tuple(map(all_kv_heads, results, positional(*own)))
 
     def summed(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-      # On one device. JAX 0.12 would have arrays made in here lie on the caller's Explicit axes.
+      # This runs on one device. Without an empty mesh, JAX 0.12 would put the arrays that are made
+      # here on the caller's Explicit axes.
       with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         values = zip(with_own_kv_head(*arrays), sums, strict=True)
         return tuple(lax.psum(x, names) if names else x for x, names in values)
@@ -120,7 +122,7 @@ def keep_batch_and_heads(
     factors = {_BATCH: "batch", _KV_HEADS: "heads", _Q_HEADS: "heads"}
     if group > 1:
       factors[_Q_HEADS] = "(heads group)" if num_kv_heads > 1 else "group"
-    whole: list[str] = []  # Factors that stay in one piece, in order of appearance.
+    whole: list[str] = []  # Factors that are never split, in order of appearance.
 
     def name(letter: str, size: int) -> str:
       if letter in factors and size > 1:
@@ -142,7 +144,7 @@ def keep_batch_and_heads(
   partitioned.def_partition(
     partition=partition,
     sharding_rule=sharding_rule,
-    # For GSPMD, which jax_use_shardy_partitioner=False asks for: it knows no rules.
+    # GSPMD (jax_use_shardy_partitioner=False) does not use the sharding rule.
     infer_sharding_from_operands=lambda *types: partition(*types)[2],
     decode_shardings=False,
   )
@@ -152,30 +154,30 @@ def keep_batch_and_heads(
 def _find_axes(mesh: Any, q: Any, q_dims: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """The mesh axes over which q's batch and heads are split.
 
-  JAX could decode them, but raises where Shardy splits part of an axis, as it may when there are
-  fewer kv heads than devices. Here such a sharding is one that is not kept.
+  JAX's own decoding raises an error if Shardy splits a part of an axis, which happens if there are
+  fewer kv heads than devices. Such a sharding is not kept here.
   """
   if mesh.empty:
     return (), ()
   try:
     parts = q.sharding.devices_indices_map(q.shape)
-  except ValueError:  # Parts of different sizes.
+  except ValueError:  # The parts differ in size.
     return (), ()
   batch, heads = (_axes_along(mesh, q_dims.index(x), parts) for x in (_BATCH, _Q_HEADS))
   return batch, heads
 
 
 def _axes_along(mesh: Any, dim: int, parts: Mapping[Any, tuple[slice, ...]]) -> tuple[str, ...]:
-  """The mesh axes that split a dimension, the slowest first; none where these are not whole axes.
+  """The mesh axes that split a dimension, the slowest first; empty if they are not whole axes.
 
   Args:
-    mesh: has the devices.
-    dim: which of the array's dimensions.
-    parts: the part of the array that each device has.
+    mesh: the mesh with the devices.
+    dim: the index of the dimension.
+    parts: the part of the array that each device holds.
   """
   begins = np.array([parts[device][dim].start or 0 for device in mesh.devices.flat])
   part = np.unique(begins, return_inverse=True)[1].reshape(mesh.devices.shape)
-  # One step along an axis leads over so many parts.
+  # The number of parts that one step along each axis skips.
   steps = [int(part.take(min(1, size - 1), axis=i).flat[0]) for i, size in enumerate(part.shape)]
   expected = sum(step * np.indices(part.shape, sparse=True)[i] for i, step in enumerate(steps))
   if not np.array_equal(np.broadcast_to(expected, part.shape), part):

@@ -20,7 +20,7 @@ def axes_of_type(aval: Any) -> frozenset[str]:
 
 
 def vary_over(x: Any, axes: frozenset[str]) -> jax.Array:
-  """Makes `x` vary over these axes, besides those over which it varies already."""
+  """Makes `x` vary over these axes, in addition to those over which it varies already."""
   missing = tuple(sorted(axes - varying_axes(x)))
   varying: jax.Array = lax.pcast(x, missing, to="varying") if missing else x
   return varying
@@ -29,13 +29,13 @@ def vary_over(x: Any, axes: frozenset[str]) -> jax.Array:
 def vary_together(*arrays: Any) -> tuple[jax.Array, ...]:
   """Makes all arrays vary over the mesh axes that any of them varies over.
 
-  JAX does this for its own operations. Where an array was replicated, autodiff then sums its
-  gradient over those axes.
+  JAX does this for its own operations. If an array was replicated, autodiff then sums its gradient
+  over those axes.
   """
   axes = frozenset().union(*map(varying_axes, arrays))
   return tuple(vary_over(x, axes) for x in arrays)
 
 
 def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """Makes `x` vary over the mesh axes of `like`: a loop's initial carry must, to match the rest."""
+  """Makes `x` vary over the mesh axes of `like`, as the initial carry of a loop must."""
   return vary_over(x, varying_axes(like))
