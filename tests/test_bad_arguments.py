@@ -100,10 +100,10 @@ def _muon(**options):
       lambda: jax_magi.Capacities("no", (1,), 2, (), 1),
       "slices must be a static integer, got 'no'",
     ),
-    (lambda: jax_magi.Capacities(1, (1,), 2, (("no",),), 1), "hops must be collectives"),
+    (lambda: jax_magi.Capacities(1, (1,), 2, (("no",),), 1), "hops must list the collectives"),
     (
       lambda: jax_magi.dispatch(np.arange(15), _SHORT_KEY, pad_value=0.5),
-      "pad_value must be one int",
+      "pad_value must be a scalar of x's dtype int",
     ),
     (lambda: optim.qk_clip_gamma(np.ones(2, np.float32), True), "threshold must be a positive"),
     (lambda: _muon(every_k_schedule=0), "every_k_schedule must be a positive integer"),
@@ -127,8 +127,14 @@ def _muon(**options):
       lambda: _dot_product(checkpoint_names=("context",)),
       r"checkpoint_names must be a name, or those of out and lse, got \('context',\)",
     ),
-    (lambda: _documents(-3, 1), "segment_ids must not be negative, but for padding_id=0, got -3"),
-    (lambda: _documents(1, -1), "kv_segment_ids must not be negative, but for padding_id=0, got"),
+    (
+      lambda: _documents(-3, 1),
+      "segment_ids must not be negative, except for padding_id=0, got -3",
+    ),
+    (
+      lambda: _documents(1, -1),
+      "kv_segment_ids must not be negative, except for padding_id=0, got",
+    ),
     (lambda: _dot_product(mask=[[_MASK]]), "mask must be one AttentionMask, or a list of 1"),
     (lambda: _SHORT_KEY.predict("x"), "links must be Links or None, got 'x'"),
     (lambda: jax_magi.Links("fast"), "near must be a number, got 'fast'"),
@@ -137,11 +143,11 @@ def _muon(**options):
     (lambda: jax_magi.Links(stage_seconds=(1e-3, -1.0)), "stage_seconds must not be negative"),
     (lambda: jax_magi.Links(stage_seconds=1e-3), "stage_seconds must be .forward, backward."),
     (lambda: jax_magi.Capacities(1, 3, 2, (), 1), "rows must be a tuple"),
-    (lambda: jax_magi.Capacities(1, (1,), 2, 3, 1), "hops must be collectives"),
+    (lambda: jax_magi.Capacities(1, (1,), 2, 3, 1), "hops must list the collectives"),
     *(
       (
         lambda x=x, value=value: jax_magi.dispatch(x, _SHORT_KEY, pad_value=value),
-        f"pad_value must be one {x.dtype}",
+        f"pad_value must be a scalar of x's dtype {x.dtype}",
       )
       for x, value in (
         (np.zeros(15, np.int32), float("nan")),
@@ -152,8 +158,14 @@ def _muon(**options):
     ),
     (lambda: optim.qk_clip_gamma(None, 1.0), "max_logits must be an array, got NoneType"),
     (lambda: _projection(path=""), "path must be a string, keys joined by '/', got ''"),
-    (lambda: optim.QkProjections("q", "k"), "q must be a Projection, or some of them, got 'q'"),
-    (lambda: optim.QkProjections([], _projection()), "q must be a Projection, or some of them"),
+    (
+      lambda: optim.QkProjections("q", "k"),
+      "q must be a Projection or a sequence of them, got 'q'",
+    ),
+    (
+      lambda: optim.QkProjections([], _projection()),
+      "q must be a Projection or a sequence of them",
+    ),
     (lambda: optim.MlaProjections(*[_projection()] * 2, 3), "k_nope must be a Projection"),
     (lambda: _muon(matrices={3: "embed -> mlp"}), "paths of matrices must be strings"),
   ],

@@ -149,7 +149,7 @@ def test_area_is_planned_for_the_batch():
   ("options", "error", "match"),
   [
     ({"max_segments": 1}, ValueError, "ids must have at most"),
-    ({"capacities": {"a": None}, "window": {"b": None}}, ValueError, "with the keys of window"),
+    ({"capacities": {"a": None}, "window": {"b": None}}, ValueError, "the same keys as window"),
     ({"overlap_degree": 2}, ValueError, "overlap_degree must be one of"),
     ({"segment_ids": np.ones((0, 8), int)}, ValueError, "at least one row"),
     ({"segment_ids": np.ones(8, int)}, ValueError, "segment_ids must be"),

@@ -49,15 +49,15 @@ def _capacities(**changes):
     (lambda: stack_keys([_key(), _key(overlap_degree=2)]), "have no union"),
     (
       lambda: stack_keys([_key(chunk_size=16), _key(chunk_size=32)]),
-      r"alike, but 0 is DistAttnKey\(64 x 64",
+      r"equal shapes, but key 0 is DistAttnKey\(64 x 64",
     ),
     (
       lambda: stack_keys([_key(transport="all_gather"), _key(transport="all_to_all")]),
-      "would travel in another way",
+      "use other collectives than",
     ),
     (
       lambda: stack_keys([_key(transport="all_to_all")], _capacities(rows=(1,))),
-      "has no room for",
+      "which do not fit in",
     ),
     (lambda: _rank(_key()).stats(), "stats needs one known key of all 2 ranks"),
   ],
@@ -77,8 +77,8 @@ def test_ranges_without_lengths_end_with_the_last_token():
   [
     (lambda x, key: jax_magi.dispatch(x, _rank(key)), "dispatch needs a key of all 2 ranks"),
     (lambda x, key: jax_magi.undispatch(x, stack_keys([key])), "one key of a stack"),
-    (lambda x, key: jax_magi.roll(x[:32], key), r"key is of 2 ranks, but x is \[32\]; inside sh"),
-    (lambda x, key: jax_magi.roll(x, _rank(key)), "x must have the 32 rows of a rank, got"),
+    (lambda x, key: jax_magi.roll(x[:32], key), r"key has 2 ranks, but x is \[32\]; inside sh"),
+    (lambda x, key: jax_magi.roll(x, _rank(key)), "x must have the 32 rows of one rank, got"),
     (
       lambda x, key: jax_magi.roll(x, key, segment_ids=np.ones(3, int)),
       r"segment_ids must be \[64\], got \[3\]",

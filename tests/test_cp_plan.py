@@ -386,7 +386,7 @@ BAD = {
   "ranks_per_node must be positive": {"ranks_per_node": 0},
   "ranks_per_node must divide cp_size=3": {"ranks_per_node": 2, "cp_size": 3},
   "'ragged' is for the GPUs of one node": {"transport": "ragged", "ranks_per_node": 1},
-  "k_ranges and attn_type_map go with": {"k_ranges": [[0, 64]]},
+  "k_ranges and attn_type_map cannot be combined": {"k_ranges": [[0, 64]]},
 }
 
 

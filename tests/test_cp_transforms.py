@@ -212,7 +212,7 @@ def test_mesh_of_the_context():
   np.testing.assert_allclose(jax_magi.undispatch(np.asarray(out), key), want, atol=1e-5)
   with pytest.raises(ValueError, match="the mesh must have an axis 'cp'"):
     jax_magi.context_parallel_attention(*order, key)
-  with pytest.raises(ValueError, match="reduce_max_logits=False is for calc_attn"):
+  with pytest.raises(ValueError, match="reduce_max_logits=False needs calc_attn"):
     jax_magi.context_parallel_attention(
       *order, key, mesh=mesh, return_max_logits=True, reduce_max_logits=False
     )

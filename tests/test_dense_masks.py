@@ -59,5 +59,5 @@ def test_dense_masks_that_are_none(dense):
 
 
 def test_traced_dense_masks_are_refused():
-  with pytest.raises(ValueError, match="dense must be known"):
+  with pytest.raises(ValueError, match="dense must not be traced"):
     jax.jit(AttentionMask.from_dense)(np.ones((3, 4), bool))

@@ -182,7 +182,7 @@ def test_bad_batch_of_masks_is_named(change, match):
     ({"alibi_slopes": np.ones((2, 4), np.float32)}, ValueError, r"alibi_slopes must be \[4\] or"),
     ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0, .* random bits"),
     ({"implementation": "cudnn"}, ValueError, "implementation must be one of"),
-    ({"return_meta": True, "return_residual": True}, ValueError, "exclude"),
+    ({"return_meta": True, "return_residual": True}, ValueError, "cannot be combined"),
     ({"return_max_logits": True}, ValueError, "needs return_meta"),
     ({"segment_ids": np.ones((3, 40), np.int32)}, ValueError, "needs max_segments"),
     ({"segment_ids": np.ones((2, 40), np.int32)}, ValueError, "segment_ids must be"),

@@ -255,7 +255,7 @@ def test_max_logits_of_nnx_with_several_batch_axes():
   plain, _ = _nnx(flax_attention_fn)
   np.testing.assert_array_equal(out, plain(params, x, is_causal=True))
   assert [m.shape for m in seen] == [(2, 3, HEADS)]
-  with pytest.raises(ValueError, match="on_max_logits and return_meta exclude each other"):
+  with pytest.raises(ValueError, match="on_max_logits and return_meta cannot be combined"):
     flax_attention_fn(x, x, x, on_max_logits=seen.append, return_meta=True)
 
 

@@ -116,13 +116,13 @@ def test_bytes_of_rows():
 
 
 def test_bad_rows_and_heads_are_named():
-  with pytest.raises(ValueError, match="rows must be arrays with an axis of rows"):
+  with pytest.raises(ValueError, match="rows must be arrays with at least one axis"):
     Links().for_rows([])
-  with pytest.raises(ValueError, match="rows must be arrays with an axis of rows"):
+  with pytest.raises(ValueError, match="rows must be arrays with at least one axis"):
     Links().for_rows(576)
   with pytest.raises(ValueError, match="head_dim must be positive"):
     Links().for_heads(8, 0)
-  with pytest.raises(ValueError, match="rows must be arrays with an axis of rows"):
+  with pytest.raises(ValueError, match="rows must be arrays with at least one axis"):
     Links().for_expand(_expand, [])
   with pytest.raises(ValueError, match="expand must be a function of rows"):
     Links().for_expand(None, LATENTS)

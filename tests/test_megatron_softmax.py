@@ -107,7 +107,7 @@ def test_gradients_flow():
 
 def test_mistakes_are_named():
   x, mask, _ = _inputs()
-  with pytest.raises(ValueError, match="exclude each other"):
+  with pytest.raises(ValueError, match="cannot both be set"):
     FusedScaleMaskSoftmax(True, True, "causal", True, None, True, None)
   with pytest.raises(ValueError, match=r"attn_mask_type must be one of .* got 'triangle'"):
     _make(mask_type="triangle")

@@ -41,7 +41,7 @@ def test_crop_with_traced_bounds_needs_a_length(index):
     window[index] = bound
     return _CAUSAL.crop(*window)
 
-  with pytest.raises(ValueError, match=f"^{'qqkk'[index]}_len must be given where"):
+  with pytest.raises(ValueError, match=f"^{'qqkk'[index]}_len must be given if"):
     jax.jit(crop)(4)
 
 

@@ -23,7 +23,7 @@ def _projection(path="q/kernel", layout="embed -> heads dim", **options):
     (_projection(layout="embed -> (layers heads) dim"), "merges layers"),
     (_projection(layout="embed -> dim"), "must name heads"),
     (_projection(layout="embed -> (heads dim)"), "needs num_heads"),
-    (_projection(path="{layer}/q", layout="layers embed -> heads dim"), "cannot stack layers"),
+    (_projection(path="{layer}/q", layout="layers embed -> heads dim"), "cannot name layers"),
     (_projection(layout="embed -> heads", dims=(0, 2)), "needs dim"),
     (_projection(dims=(3, 3)), r"must be \(begin, end\)"),
   ],
@@ -34,7 +34,7 @@ def test_bad_projection_is_named(make, match):
 
 
 def test_only_heads_and_dim_can_be_merged():
-  with pytest.raises(NotImplementedError, match="heads and dim alone"):
+  with pytest.raises(NotImplementedError, match="only heads and dim"):
     Projection("q", "(embed heads) -> dim", num_heads=4)
 
 
@@ -44,13 +44,13 @@ def test_only_heads_and_dim_can_be_merged():
     (STACKED, np.ones((3, 4)), r"= \[2, 4\], as the projections are, got \[3, 4\]"),
     (STACKED, np.ones(4), r"got \[4\]"),
     (STACKED, np.ones((2, 5)), r"got \[2, 5\]"),
-    (STACKED, np.ones((2, 7, 4)), "takes batch and microbatches out"),
+    (STACKED, np.ones((2, 7, 4)), "reduces over batch and microbatches"),
     (STACKED, np.ones((2, 4), int), "floating point"),
     (STACKED, None, "must be an array, got NoneType"),
     (STACKED, {"a": np.ones((2, 4))}, "must be an array, got dict"),
     ({"a": STACKED}, np.ones((2, 4)), "must be a dictionary with the keys"),
     ({"a": STACKED}, {}, "nothing for 'a'"),
-    ({"a": STACKED}, {"a": np.ones((2, 4)), "b": np.ones(4)}, "'b', which projections do not"),
+    ({"a": STACKED}, {"a": np.ones((2, 4)), "b": np.ones(4)}, "'b', which projections do not have"),
     ("q/kernel", np.ones((2, 4)), "must be QkProjections, MlaProjections, or a dictionary"),
     (make_projections(), np.ones(4), "does not fit its layout"),
     (
@@ -107,7 +107,9 @@ def test_layers_must_agree():
     q=Projection("{layer}/q/kernel", "embed -> heads dim"),
     k=Projection("{layer}/k/kernel", "embed -> heads dim"),
   )
-  with pytest.raises(ValueError, match=r"/q/kernel for layer 2, but there is one after it"):
+  with pytest.raises(
+    ValueError, match=r"/q/kernel for layer 2, but there are parameters of later layers"
+  ):
     apply_qk_clip(params, np.ones((3, 4)), counted)
   # A layer too many on either side: neither is skipped.
   params = {"0": make_kernels(), "1": make_kernels()}

@@ -53,12 +53,12 @@ def test_parts_and_dims_of_one_parameter():
 @pytest.mark.parametrize(
   ("make", "match"),
   [
-    (lambda: Projection("x", "parts embed -> heads dim"), "needs index exactly where its layout"),
+    (lambda: Projection("x", "parts embed -> heads dim"), "needs index if and only if its layout"),
     (
       lambda: Projection("x", "embed -> heads dim", index=0),
-      "needs index exactly where its layout",
+      "needs index if and only if its layout",
     ),
-    (lambda: Projection("x", "parts embed -> heads dim", index=-1), "an integer from 0, got -1"),
+    (lambda: Projection("x", "parts embed -> heads dim", index=-1), "non-negative integer, got -1"),
     (lambda: _clip(0, 0), "fused is named twice"),
     (lambda: _clip(0, 2), "fused has 2 parts, but index is 2"),
   ],

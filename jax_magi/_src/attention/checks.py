@@ -81,7 +81,7 @@ def check_mask(mask: Any, q: Any, k: Any) -> None:
     raise ValueError(
       f"q must be [length, num_heads, head_dim], but {list(q.shape)} looks like [num_heads, "
       f"length, head_dim]: the mask is for {mask.q_len} queries and {mask.k_len} keys; try "
-      "q.swapaxes(0, 1), and so k and v"
+      "q.swapaxes(0, 1), and the same for k and v"
     )
   _check_lengths(mask, q.shape[0], k.shape[0], "q", "k")
 

@@ -111,9 +111,9 @@ def dot_product_attention(
   ):
     check_flag(name, flag)
   if return_residual and return_meta:
-    raise ValueError("return_residual and return_meta exclude each other; meta.lse is the residual")
+    raise ValueError("return_residual and return_meta cannot be combined; meta.lse is the residual")
   if return_max_logits and not return_meta:
-    raise ValueError("return_max_logits needs return_meta=True, which carries them")
+    raise ValueError("return_max_logits needs return_meta=True: max_logits is a field of meta")
   for name, x in (("query", query), ("key", key), ("value", value)):
     if len(np.shape(x)) not in (3, 4) or len(np.shape(x)) != len(np.shape(query)):
       raise ValueError(

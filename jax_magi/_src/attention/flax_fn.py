@@ -89,8 +89,8 @@ def flax_attention_fn(
     )
   if module is not None:
     raise NotImplementedError(
-      "sow_weights must be False: the attention weights are never formed; "
-      "fused_scale_mask_softmax is for attention that needs them"
+      "sow_weights must be False: attention weights are never materialized; "
+      "use fused_scale_mask_softmax for attention that needs them"
     )
   for name, einsum in (
     ("einsum_dot_general", einsum_dot_general),
@@ -98,7 +98,9 @@ def flax_attention_fn(
     ("attn_weights_value_einsum", attn_weights_value_einsum),
   ):
     if einsum is not None:
-      raise NotImplementedError(f"{name} must be None: the kernels have products of their own")
+      raise NotImplementedError(
+        f"{name} must be None: the kernels compute their own matrix products"
+      )
   dtype = jnp.result_type(query, key, value) if dtype is None else dtype
   q, k, v = (x.astype(dtype) for x in (query, key, value))
   if hasattr(mask, "dtype") and jnp.issubdtype(mask.dtype, jnp.number):
@@ -106,7 +108,9 @@ def flax_attention_fn(
   if on_max_logits is not None:
     for name in ("return_meta", "return_residual", "return_max_logits"):
       if options.get(name):
-        raise ValueError(f"on_max_logits and {name} exclude each other; return_meta has max_logits")
+        raise ValueError(
+          f"on_max_logits and {name} cannot be combined; use max_logits of return_meta"
+        )
     options |= {"return_meta": True, "return_max_logits": True}
   results = _attend(q, k, v, bias, mask, is_causal, options)
   if on_max_logits is None:

@@ -25,7 +25,7 @@ def merge_attention(
   """
   if len(outs) != len(lses) or len(outs) == 0:
     raise ValueError(
-      f"there must be as many outs as lses, and at least one, got {len(outs)} and {len(lses)}"
+      f"outs and lses must have the same length of at least 1, got {len(outs)} and {len(lses)}"
     )
   for out, lse in zip(outs, lses, strict=True):
     if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:

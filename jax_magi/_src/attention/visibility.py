@@ -163,7 +163,7 @@ def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]
   check_broadcastable("mask", dense, shape)
   if dense.dtype != bool:
     raise ValueError(
-      f"mask must be boolean, got {dense.dtype}; what is added to the logits is a bias"
+      f"mask must be boolean, got {dense.dtype}; pass values to add to the logits as bias"
     )
   slices = (
     None if known is None else _cover(known.reshape((1,) * (4 - known.ndim) + known.shape), shape)

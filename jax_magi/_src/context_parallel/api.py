@@ -162,9 +162,9 @@ def context_parallel_attention(
     given = {"segment_ids": segment_ids, "max_segments": max_segments, "window": window}
     for name, value in given.items():
       if value is not None:
-        raise ValueError(f"{name} is for attention without a key: a key has its mask")
+        raise ValueError(f"{name} cannot be combined with a key, which contains its mask")
     if not causal or order != "zigzag":
-      raise ValueError("causal and order are for attention without a key: a key has its mask")
+      raise ValueError("causal and order cannot be combined with a key, which contains its mask")
     placed = Placed.of_key(key, q, layout)
     layout.check_rows({"k": k, "v": v}, layout.cp_size * key.spec.k_local, has_heads=True)
   else:
@@ -250,6 +250,6 @@ def stack_keys(
   keys = [with_capacities(key, capacities) for key in keys]
   for i, key in enumerate(keys):
     if key.spec != keys[0].spec:
-      raise ValueError(f"keys must be alike, but 0 is {keys[0]} and {i} is {key}")
+      raise ValueError(f"keys must have equal shapes, but key 0 is {keys[0]} and key {i} is {key}")
   stack = jax.tree.map(lambda *leaves: np.stack(leaves, axis=axis), *keys)
   return dataclasses.replace(stack, spec=dataclasses.replace(stack.spec, batch_axis=axis))

@@ -60,14 +60,14 @@ def plan_batch(
   """
   ids = as_ids("segment_ids", segment_ids, ("batch", "length"))
   if not isinstance(ids, np.ndarray):
-    raise ValueError("segment_ids must be known: keys are planned on the host")
+    raise ValueError("segment_ids must not be traced: keys are planned on the host")
   if not len(ids):
     raise ValueError("segment_ids must have at least one row")
   has_many = isinstance(window, Mapping)
   windows: Mapping[Any, Window] = window if isinstance(window, Mapping) else {None: window}
   rooms: Any = capacities if has_many or capacities is None else {None: capacities}
   if rooms is not None and (not isinstance(rooms, Mapping) or set(rooms) != set(windows)):
-    raise ValueError("capacities must be a dictionary, with the keys of window")
+    raise ValueError("capacities must be a dictionary with the same keys as window")
   if rooms is None and not (isinstance(dispatch, str) and dispatch == "area"):
     sizes = ids.shape[1], cp_size, max_segments
     rooms = {

@@ -30,7 +30,7 @@ def capacities_of_any_packing(
   if isinstance(dispatch, str) and dispatch == "area":
     raise NotImplementedError(
       "dispatch='area' chooses the ranks of chunks by the documents, so there is no bound for all "
-      "packings; take 'zigzag', or the union of the capacities of representative keys"
+      "packings; use 'zigzag', or the union of the capacities of representative keys"
     )
   # A packing shows a part of what a single document shows, so it needs no other rows.
   left, right = (None, None) if window is None else window

@@ -57,7 +57,9 @@ class Capacities:
     if not all(
       isinstance(hops, tuple) and all(isinstance(hop, Hop) for hop in hops) for hops in transfers
     ):
-      raise ValueError(f"hops must be collectives of each transfer, as a key has them: {self.hops}")
+      raise ValueError(
+        f"hops must list the collectives of each transfer, like those of a key, got {self.hops}"
+      )
 
   @classmethod
   def bound(

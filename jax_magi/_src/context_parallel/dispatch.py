@@ -135,12 +135,12 @@ def roll(
     return _on_mesh(fun, x, key, x.shape[0])
   if chunks.shape[0] != 1:
     raise ValueError(
-      f"key is of {chunks.shape[0]} ranks, but x is {list(x.shape)}; inside shard_map, pass the "
+      f"key has {chunks.shape[0]} ranks, but x is {list(x.shape)}; inside shard_map, pass the "
       "key in, with in_specs=P(axis_name)"
     )
   if x.ndim == 0 or x.shape[0] != chunks.size * chunk_size:
     raise ValueError(
-      f"x must have the {chunks.size * chunk_size} rows of a rank, got {list(x.shape)}"
+      f"x must have the {chunks.size * chunk_size} rows of one rank, got {list(x.shape)}"
     )
   check_axis("roll", key, axis_name)
   if abs(shift) > min(chunk_size, length):
@@ -209,8 +209,8 @@ def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
     size = lax.axis_size(axis_name)
   except NameError:
     raise ValueError(
-      f"{name} must be called inside shard_map over the mesh axis {axis_name!r} (axis_name=), "
-      "which is not there"
+      f"{name} must be called inside shard_map over a mesh axis {axis_name!r}; pass "
+      "axis_name= if your axis has another name"
     ) from None
   if size != key.spec.cp_size:
     raise ValueError(
@@ -238,7 +238,7 @@ def _check_pad_value(value: Any, dtype: Any) -> Any:
   is_exact = not jnp.issubdtype(dtype, jnp.inexact)
   with np.errstate(invalid="ignore"):
     if found.ndim != 0 or not is_number or (is_exact and found.astype(dtype) != found):
-      raise ValueError(f"pad_value must be one {dtype}, as x is, got {value!r}")
+      raise ValueError(f"pad_value must be a scalar of x's dtype {dtype}, got {value!r}")
   return value
 
 

@@ -129,7 +129,7 @@ def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
     if length < size * cp_size:
       raise ValueError(
         f"{name} must be at least a chunk for each rank, {cp_size} x {size} tokens, got {length}; "
-        "take a smaller chunk_size"
+        "use a smaller chunk_size"
       )
     return size
   local = math.ceil(length / cp_size)

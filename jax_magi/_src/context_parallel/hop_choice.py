@@ -41,7 +41,7 @@ def hop_like(hop: Hop, size: np.ndarray, ranks: Ranks) -> Hop:
   missing = sorted(set(np.flatnonzero(shifts).tolist()).difference(hop.shifts))
   if missing:
     raise ValueError(
-      f"capacities.hops have room for rows to ranks {list(hop.shifts)} places further on, but "
+      f"capacities.hops have room for rows to ranks {list(hop.shifts)} places ahead, but "
       f"this mask needs {missing}: take the union (|) of its own capacities and these"
     )
   return dataclasses.replace(hop, rows=tuple(int(shifts[shift]) for shift in hop.shifts))

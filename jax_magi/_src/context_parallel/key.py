@@ -279,15 +279,15 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
   ]
   if kinds[0] != kinds[1]:
     raise ValueError(
-      f"the key has {have}, but its rows would travel in another way with {capacities}: make it "
-      "anew, with capacities="
+      f"the key has {have}, which use other collectives than {capacities}: make a new key with "
+      "capacities="
     )
   if have.whole_rows is not None and capacities.whole_rows is None:
     # Each table of merging stages is there, too: the backward pass uses them.
     have = dataclasses.replace(have, whole_rows=None)
     key = dataclasses.replace(key, whole_slices=None, whole_runs=None)
   if dataclasses.replace(have | capacities, orders=capacities.orders) != capacities:
-    raise ValueError(f"the key has {have}, which {capacities} has no room for")
+    raise ValueError(f"the key has {have}, which do not fit in {capacities}")
 
   def fill(table: np.ndarray, capacity: int, value: int) -> np.ndarray:
     widths = [(0, 0)] * table.ndim

@@ -152,7 +152,7 @@ def _leaves_of(rows: Any) -> list[Any]:
   """The arrays of a tree, each with an axis of rows."""
   leaves = jax.tree.leaves(rows)
   if not leaves or not all(hasattr(x, "dtype") and len(x.shape) for x in leaves):
-    raise ValueError(f"rows must be arrays with an axis of rows, got {rows!r}")
+    raise ValueError(f"rows must be arrays with at least one axis, got {rows!r}")
   return leaves
 
 

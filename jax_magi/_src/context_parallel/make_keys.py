@@ -181,7 +181,7 @@ def _known_mask(
   lengths = {"total_seqlen": q_len, "total_seqlen_k": k_len}
   if isinstance(q_ranges, AttentionMask):
     if k_ranges is not None or attn_type_map is not None:
-      raise ValueError("k_ranges and attn_type_map go with q_ranges, but a mask was given instead")
+      raise ValueError("k_ranges and attn_type_map cannot be combined with a mask")
     mask = q_ranges
     q_len, k_len = mask.q_len, mask.k_len
     for (name, length), have in zip(lengths.items(), (q_len, k_len), strict=True):

@@ -57,7 +57,7 @@ def check_ranks_per_node(mesh: Any, axis_name: str, ranks_per_node: int | None) 
     if ranks_per_node is None:
       raise ValueError(
         f"ranks_per_node=None says that all {count} ranks of {axis_name!r} share a node, but their "
-        f"devices report several (slice_index): {advice}; or {count} if they do share one"
+        f"devices report several (slice_index): {advice}; or {count} if they do share a node"
       )
     _warn(
       f"ranks_per_node is {size}, but neighbours of {axis_name!r} that should share a node report "

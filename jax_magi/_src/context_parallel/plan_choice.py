@@ -52,7 +52,7 @@ def choose_plan(
   if transport == "ragged" and ranks.num_nodes > 1:
     raise ValueError(
       f"transport='ragged' is for the GPUs of one node, but {ranks.count} ranks are on "
-      f"{ranks.num_nodes} nodes: XLA would make an all-gather of it; take 'two_level'"
+      f"{ranks.num_nodes} nodes: XLA would turn it into an all-gather; use 'two_level'"
     )
   if transport == "two_level" and len(levels_of(transport, ranks)) == 1:
     transport = "all_to_all"  # Of one node, or of nodes of one rank, it is the same.
@@ -91,7 +91,7 @@ def _check_degree(degree: Any) -> tuple[int, ...]:
     return _DEGREES
   if isinstance(degree, (tuple, list)):
     if not degree:
-      raise ValueError("overlap_degree must be at least one number, got none")
+      raise ValueError("overlap_degree must have at least one number, got none")
     return tuple(check_length("overlap_degree", one) for one in degree)
   return (check_length("overlap_degree", degree),)
 

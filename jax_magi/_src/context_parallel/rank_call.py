@@ -115,7 +115,7 @@ def part_of_rank(name: str, key: Any, axis_name: str) -> DistAttnKey:
     if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
       raise NotImplementedError(
         f"transport={key.spec.transport!r} needs shard_map: {axis_name!r} is an axis of jax.vmap, "
-        "for which JAX lacks its collectives; 'all_to_all' and 'all_gather' work there"
+        "which does not support its collectives; 'all_to_all' and 'all_gather' work there"
       )
   num_ranks = np.shape(check_one_key(key).q_chunks)[0]
   if num_ranks == 1:

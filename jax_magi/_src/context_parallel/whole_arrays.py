@@ -175,7 +175,7 @@ def attend_whole(
   """
   if return_max_logits and not reduce_max_logits:
     raise ValueError(
-      "reduce_max_logits=False is for calc_attn: whole arrays have the maxima of all"
+      "reduce_max_logits=False needs calc_attn: max_logits here are those of all ranks"
     )
   has_batch, batch_of_plan = layout.has_batch, placed.batch_axis
 

@@ -90,8 +90,8 @@ def from_dense(dense: Any) -> tuple[np.ndarray, int, int]:
   value = known_value(dense)
   if value is None:
     raise ValueError(
-      "dense must be known: a traced mask's number of slices is not; dot_product_attention takes "
-      "it as a boolean mask"
+      "dense must not be traced: the number of slices depends on its values; pass a traced "
+      "boolean mask to dot_product_attention"
     )
   if value.ndim != 2 or value.dtype != bool:
     raise ValueError(f"dense must be boolean [q_len, k_len], got {value.dtype} {list(value.shape)}")

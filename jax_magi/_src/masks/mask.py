@@ -375,7 +375,7 @@ def _bounds(side: str, begin: Any, end: Any, length: Any) -> tuple[Any, Any, int
     return begin, end, check_length(f"{side}_len", length)
   if isinstance(begin, jax.Array) or isinstance(end, jax.Array):
     raise ValueError(
-      f"{side}_len must be given where {side}_begin or {side}_end is traced: a mask's lengths are "
+      f"{side}_len must be given if {side}_begin or {side}_end is traced: a mask's lengths are "
       "static"
     )
   return begin, end, check_length(f"{side}_end - {side}_begin", end - begin)

@@ -143,7 +143,7 @@ def _known_segments(
   """Of numbers that are known, and checked."""
   if (ids[is_token] < 0).any():
     raise ValueError(
-      f"{name} must not be negative, but for padding_id={padding_id}, got {ids[is_token].min()}"
+      f"{name} must not be negative, except for padding_id={padding_id}, got {ids[is_token].min()}"
     )
   begin: Any = np.flatnonzero(is_first)
   found, counts = np.unique(ids[begin], return_counts=True)

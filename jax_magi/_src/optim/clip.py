@@ -100,11 +100,11 @@ def match_statistics(
     )
   for name in given:
     if name not in attention:
-      raise ValueError(f"max_logits has {name!r}, which projections do not")
+      raise ValueError(f"max_logits has {name!r}, which projections do not have")
   statistics: dict[str | None, jax.Array] = {}
   for name, found in attention.items():
     if name not in given:
-      raise ValueError(f"max_logits has nothing for {name!r}")
+      raise ValueError(f"max_logits has no entry for {name!r}")
     x, where = given[name], "" if name is None else f"[{name!r}]"
     if x is None or isinstance(x, Mapping):
       raise ValueError(f"max_logits{where} must be an array, got {type(x).__name__}")
@@ -115,7 +115,7 @@ def match_statistics(
       axes = "[layers, num_q_heads]" if len(found.shape) == 2 else "[num_q_heads]"
       raise ValueError(
         f"max_logits{where} must be {axes} = {list(found.shape)}, as the projections are, "
-        f"got {list(x.shape)}; reduce_max_logits takes batch and microbatches out"
+        f"got {list(x.shape)}; reduce_max_logits reduces over batch and microbatches"
       )
     statistics[name] = lax.stop_gradient(x)
   return statistics

@@ -72,7 +72,7 @@ def _parse_layout(text: str) -> Layout:
       else:
         group.append(token)
     else:
-      raise ValueError(f"layout {text!r} has {token!r} where it cannot stand")
+      raise ValueError(f"layout {text!r} has {token!r} in a place where it is not allowed")
   if num_inputs is None or group is not None:
     raise ValueError(
       "layout must name the axes as inputs -> outputs, for example 'layers embed -> heads dim', "

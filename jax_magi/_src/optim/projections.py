@@ -56,25 +56,25 @@ class Projection:
     if HEADS not in layout.names:
       raise ValueError(f"layout of {self.path} must name heads, got {self.layout!r}")
     if _LAYER in self.path and LAYERS in layout.names:
-      raise ValueError(f"{self.path} is one of many layers, its layout cannot stack layers as well")
+      raise ValueError(f"{self.path} is one layer of many, so its layout cannot name layers")
     for axis in layout.axes:
       if len(axis) == 1:
         continue
       if set(axis) - {HEADS, DIM}:
         raise NotImplementedError(
-          f"layout of {self.path} may merge heads and dim alone, got {self.layout!r}"
+          f"layout of {self.path} may merge only heads and dim, got {self.layout!r}"
         )
       if self.num_heads is None:
         raise ValueError(f"{self.path} needs num_heads: its layout {self.layout!r} merges them")
     index = self.index
     if (index is None) == (PARTS in layout.names):
       raise ValueError(
-        f"{self.path} needs index exactly where its layout names parts, got index={index!r} and "
+        f"{self.path} needs index if and only if its layout names parts, got index={index!r} and "
         f"{self.layout!r}"
       )
     is_integer = isinstance(index, (int, np.integer)) and not isinstance(index, bool)
     if index is not None and not (is_integer and index >= 0):
-      raise ValueError(f"index of {self.path} must be an integer from 0, got {index!r}")
+      raise ValueError(f"index of {self.path} must be a non-negative integer, got {index!r}")
     if self.dims is not None:
       if DIM not in layout.names:
         raise ValueError(f"dims of {self.path} needs dim in its layout, got {self.layout!r}")
@@ -278,7 +278,9 @@ def find_paths(path: str, known: Iterable[str]) -> list[str]:
     raise ValueError(f"there is no parameter {path}, for any layer; {_similar(path, known)}")
   for layer in range(max(found) + 1):
     if layer not in found:
-      raise ValueError(f"there is no parameter {path} for layer {layer}, but there is one after it")
+      raise ValueError(
+        f"there is no parameter {path} for layer {layer}, but there are parameters of later layers"
+      )
   return [found[layer] for layer in range(len(found))]
 
 
@@ -356,10 +358,10 @@ def _check_apart(path: str, users: Sequence[Projection]) -> None:
 def _as_tuple(name: str, value: Any) -> tuple[Projection, ...]:
   parameters = (value,) if isinstance(value, Projection) else value
   if not isinstance(parameters, Sequence) or not parameters:
-    raise ValueError(f"{name} must be a Projection, or some of them, got {value!r}")
+    raise ValueError(f"{name} must be a Projection or a sequence of them, got {value!r}")
   for projection in parameters:
     if not isinstance(projection, Projection):
-      raise ValueError(f"{name} must be a Projection, or some of them, got {value!r}")
+      raise ValueError(f"{name} must be a Projection or a sequence of them, got {value!r}")
   return tuple(parameters)
 
 

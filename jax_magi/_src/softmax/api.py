@@ -208,7 +208,7 @@ def _check_mask(mask: Any, x: Any) -> Any:
   if mask is None:
     return None
   if isinstance(mask, AttentionMask):
-    raise ValueError("mask must be an array, got an AttentionMask; its to_dense() is one")
+    raise ValueError("mask must be an array, got an AttentionMask; pass mask.to_dense()")
   mask = jnp.asarray(mask)
   if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.floating):
     raise ValueError(

@@ -57,7 +57,7 @@ class FusedScaleMaskSoftmax:
 
   def __post_init__(self) -> None:
     if self.input_in_fp16 and self.input_in_bf16:
-      raise ValueError("input_in_fp16 and input_in_bf16 exclude each other")
+      raise ValueError("input_in_fp16 and input_in_bf16 cannot both be set")
     if self._mask_type not in _MASK_TYPES:
       raise ValueError(f"attn_mask_type must be one of {_MASK_TYPES}, got {self.attn_mask_type!r}")
     if self.mask_func is not None and not callable(self.mask_func):
