@@ -41,7 +41,7 @@ class Terms:
       heads = (1, 1) if bias.shape[0] == 1 else self._grouped(bias.shape[0])
       bias = bias.reshape(*heads, *bias.shape[1:])
       block = (1 if bias.shape[2] == 1 else num_rows, num_keys)
-      # To whole blocks, and at least one: there is one to trace even where there are no tokens.
+      # Pad to whole blocks, at least one: a block is traced even if there are no tokens.
       missing = [
         (0, max(-size % n, n - size)) for size, n in zip(bias.shape[2:], block, strict=True)
       ]

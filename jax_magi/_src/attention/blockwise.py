@@ -55,7 +55,7 @@ def forward(
   ) -> Any:
     q, k, v = _only_shown(slices, [q], [k, v])
     if out is None or lse is None or max_logits is None:
-      # Each row begins with the sink, whose value is 0.
+      # Each row starts with the sink, whose value vector is 0.
       lse = jnp.broadcast_to(sink[None], q.shape[:2])
       out = vary_like(jnp.zeros((*q.shape[:2], v.shape[2]), np.float32), q)
       max_logits = vary_like(jnp.full(sink.shape, -jnp.inf, np.float32), q)
@@ -205,7 +205,7 @@ def _group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
 
 
 def _begins(blocks: jax.Array) -> jax.Array:
-  # Varying like the rest: JAX's vmap of a cond with a mapped predicate wants operands alike.
+  # Varying like the blocks: in JAX's vmap of a cond with a mapped predicate, operands must match.
   return vary_like(jnp.arange(blocks.shape[0], dtype=np.int32) * blocks.shape[1], blocks)
 
 
@@ -260,7 +260,7 @@ def _forward(
         max_logits = jnp.maximum(max_logits, logits.max(axis=(-2, -1)))
         logits = jnp.where(mask, _cap(logits, softcap), -jnp.inf)
         new_max = jnp.maximum(row_max, logits.max(axis=-1))
-        # A row that has seen nothing: subtract 0, or -inf - -inf would make NaN.
+        # If a row has seen nothing, subtract 0: -inf - -inf would be NaN.
         reference = jnp.where(new_max == -jnp.inf, 0.0, new_max)
         correction = jnp.exp(row_max - reference)
         p = jnp.exp(logits - reference[..., None])

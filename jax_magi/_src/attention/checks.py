@@ -20,7 +20,7 @@ from jax_magi._src.native.backends import check_implementation, num_multiprocess
 from jax_magi._src.softmax_lse import softmax_lse
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-# float32 holds logits / softcap, and its inverse, well inside these.
+# Between these, float32 can represent logits / softcap and its inverse.
 _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 1e-6, 1e6
 
 
@@ -100,7 +100,7 @@ def slices_of_batch(mask: AttentionMask, batch: int, q_len: int, k_len: int) -> 
     )
   if not isinstance(slices, np.ndarray):
     return slices
-  # A tree_map made this mask, which checks nothing.
+  # If tree_map made this mask, its slices are unchecked.
   rows = [AttentionMask(row, q_len, k_len).slices for row in slices]
   return np.array(rows, np.int32).reshape(shape)
 
@@ -120,7 +120,7 @@ def sink_logit(sink: Any, num_q_heads: int) -> Any:
   gradient of each.
   """
   if sink is None:
-    # By numpy: jax_debug_infs looks at what JAX computes.
+    # Computed by numpy, because jax_debug_infs checks what JAX computes.
     return np.full(num_q_heads, -np.inf, np.float32)
   shape = check_array("sink", sink)
   if len(shape) not in (1, 2) or shape[-1] != num_q_heads:
@@ -168,7 +168,7 @@ def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
   if bias.dtype != dtype:
     bias = bias.astype(np.float32)  # Its gradient comes back in the caller's dtype.
   bias = bias.reshape((1,) * (len(shape) - bias.ndim) + bias.shape)
-  # Keys lie side by side, also where all of them have one bias.
+  # The key axis must be contiguous, even if all keys share one bias.
   return jnp.broadcast_to(bias, (*bias.shape[:-1], shape[-1]))
 
 

@@ -140,7 +140,7 @@ def dot_product_attention(
     scale_name="scale",
   )
   sink = checks.sink_logit(sink, q.shape[2])
-  # By numpy where it was made so, but numpy knows no symbolic batch.
+  # A numpy sink stays numpy, unless the batch is symbolic, which numpy does not support.
   xp: Any = np if isinstance(sink, np.ndarray) and not has_symbols((batch,)) else jnp
   sink = xp.broadcast_to(sink, (batch, q.shape[2]))
 
@@ -155,7 +155,7 @@ def dot_product_attention(
     mask,
   )
   if is_broken is not None:
-    # A sink that is NaN makes all of a row so, and costs no pass over the output.
+    # A NaN sink makes the whole row NaN without another pass over the output.
     sink = sink + jnp.where(is_broken, np.float32(np.nan), np.float32(0))[:, None]
   bias = checks.check_bias(bias, shape, q.dtype)
   if dense is not None:

@@ -36,7 +36,7 @@ TERMS = {
   # float32; each times (key - query) is added.
   "alibi_slopes": "bh",
 }
-# Dimensions of all operands, as `Operation` has them. Those after "sink" are optional.
+# The dimensions of all operands, as in `Operation`. Operands after "sink" are optional.
 OPERANDS = {
   "q": "bqhd",
   "k": "bkgd",
@@ -122,7 +122,7 @@ def natives(call: KernelCall, operands: Operands) -> dict[str, Native]:
     v=v,
     bias_in_order=operands["bias"] if is_in_order else None,
   )
-  # Besides what was checked with the arguments, before it was known which gradients are wanted.
+  # The arguments were checked before it was known which gradients are requested.
   check_implementation(config.implementation, PLAIN, check, has_architectures=True)
   if config.implementation is None:
     log_fallback("attention", PLAIN, check)
@@ -151,7 +151,7 @@ def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:
     return MaskOperand(operands["slices"], call.known).tiles(backend, operands, **options)
 
   def serves(operands: Operands, part: Operands) -> bool:
-    # A device with part of a group's heads may want other tiles than those of the list.
+    # A device that has only some heads of a group may need a list of other tiles.
     return _group(operands) == _group(part)
 
   def make(part: Operands) -> Derived:

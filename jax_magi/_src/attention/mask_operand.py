@@ -55,13 +55,13 @@ class MaskOperand:
 
   @classmethod
   def of(cls, slices: Any) -> MaskOperand:
-    """A mask of which nothing is known, unless `slices` is a mask already."""
+    """A mask with unknown values, unless `slices` is a `MaskOperand` already."""
     return slices if isinstance(slices, MaskOperand) else cls(slices)
 
   @classmethod
   def of_call(cls, slices: Any, *arrays: Any) -> MaskOperand:
     """The mask of a call that takes these arrays, too; numpy slices may be known to kernels."""
-    # Only in a program that is compiled as a whole: elsewhere, each mask would be a new program.
+    # Known slices are used only in compiled programs: in eager calls, each mask would compile anew.
     is_one = isinstance(slices, np.ndarray) and slices.shape[0] == 1
     if is_one and not all(map(is_eager, arrays)):
       return cls(slices, slices.tobytes())

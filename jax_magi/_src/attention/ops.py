@@ -32,7 +32,7 @@ from jax_magi._src.transforms.explicit import spec_of, with_auto_axes
 from jax_magi._src.transforms.operation import Operands, Operation, Results
 from jax_magi._src.transforms.varying import vary_like, vary_together
 
-# Results of calls over other keys, as operands.
+# Operands that hold results of earlier calls over other keys.
 _RUNNING = ("running_out", "running_lse", "running_max_logits")
 
 
@@ -93,11 +93,11 @@ def _attention_fwd(
   config: AttentionConfig, *operands: Any
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
   terms = operands[-1]
-  # As the keys of a dict, which are no data: whose gradient costs nothing unless it is asked for.
+  # The terms whose gradients are requested. Others are not computed. Dictionary keys are static.
   wanted: dict[str, tuple[()]] = {name: () for name, x in terms.items() if x.perturbed}
   q, k, v, mask, sink, terms = jax.tree.map(lambda x: x.value, operands)
-  # In the gradient of slopes, an error of delta counts as often as there are tokens between a query
-  # and the keys that matter to it: delta is then made of an `out` that is not rounded.
+  # The gradient of slopes multiplies an error of delta by the distance between a query and the keys
+  # that matter to it. Delta is therefore computed from an `out` that is not rounded.
   needs_float32 = "alibi_slopes" in wanted and q.dtype.itemsize < 4
   out_dtype = np.float32 if needs_float32 else None
   out, lse, max_logits = _forward_on_mesh(config, out_dtype, q, k, v, mask, sink, terms)
@@ -201,8 +201,8 @@ def delta(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> j
 
   With P = softmax(S), dS = P * (dP - rowsum(dout * out)); the gradient of lse adds P * dlse.
   """
-  # A row that sees nothing has no gradient, whatever the caller made of its lse. Asked inside the
-  # sum: without a gradient of lse, XLA then makes one kernel of all this.
+  # A fully masked row has no gradient, whatever the caller computed from its lse. The condition is
+  # inside the sum, so that XLA compiles one kernel for all this if lse has no gradient.
   is_seeing = lse != -jnp.inf
   products = out.astype(np.float32) * dout.astype(np.float32)
   row_sum = jnp.sum(jnp.where(is_seeing[..., None], products, 0.0), axis=-1)
@@ -260,7 +260,7 @@ def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
   """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
   sink = sink[:, None, :]
   has_sink = sink != -jnp.inf
-  # Neither NaN nor infinity is formed on the way: jax_debug_nans and jax_debug_infs look there.
+  # No intermediate value is NaN or infinite, which jax_debug_nans and jax_debug_infs would report.
   lse = jnp.where(lse == -jnp.inf, 0.0, lse)
   return jnp.where(has_sink, jnp.exp(jnp.where(has_sink, sink, lse) - lse), 0.0)
 
@@ -329,7 +329,7 @@ def _backward(
     plain=functools.partial(blockwise.backward, **options),
     plain_name=PLAIN,
     implementation=config.implementation,
-    # A gradient is one for each mapped element, and so is then the operand.
+    # Each mapped element has its own gradient, so these operands must not be shared.
     shared=SHARED.difference(wants),
     sources=SOURCES,
     gradients=gradients,

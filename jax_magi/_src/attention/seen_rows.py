@@ -21,10 +21,10 @@ def seen_rows(slices: Any, length: int) -> Any:
 
 
 def without_hidden(rows: Sequence[Any], is_seen: Any) -> list[Any]:
-  """Arrays of rows with one that is seen in the place of each that is not.
+  """Replaces rows that no query sees by a row that is seen.
 
-  A function of rows may have infinite derivatives at rows of padding, which are often zeros, and
-  0 * inf is NaN: zero gradients of its results would not help.
+  A function of rows may have infinite derivatives at padding rows, which are often zeros. Zero
+  gradients of its results would not help, because 0 * inf is NaN.
   """
   first = jnp.argmax(is_seen)
   return [where_rows(is_seen, x, x[first][None]) if x.shape[0] else x for x in rows]

@@ -19,8 +19,8 @@ from jax_magi._src.masks.segments import as_ids, everything_if
 from jax_magi._src.masks.slices import UNBOUNDED, intersected, stacked
 from jax_magi._src.transforms.explicit import merged_spec, with_auto_axes
 
-# A known boolean mask becomes slices if these are no more than this, or than q_len divided by
-# that. With more of them, tiles of the kernels would be mostly edges.
+# A known boolean mask is converted to slices if there are at most MAX_SLICES of them, or at most
+# q_len / QUERIES_PER_SLICE. With more slices, most tiles of the kernels would need masking.
 MAX_SLICES, QUERIES_PER_SLICE = 64, 8
 
 
@@ -87,13 +87,13 @@ def _length_slices(
     is_all = band == (-UNBOUNDED, UNBOUNDED)
     return None if is_all else np.array([[[0, q_len, 0, k_len, *band]]], np.int32)
   slices = np.array([[[0, 0, 0, 0, *band]]], np.int32)
-  # By broadcasting alone, which keeps whatever sharding the lengths have.
+  # Broadcasting keeps the sharding of the lengths.
   for name, column, length in (
     ("query_seq_lengths", 1, q_len),
     ("key_value_seq_lengths", 3, k_len),
   ):
     end = given.get(name, np.array([length], np.int32))
-    # By numpy where they are known: under jit, jnp would make tracers of them.
+    # Known ends are clipped by numpy, because under jit, jnp would turn them into tracers.
     end = (np if isinstance(end, np.ndarray) else jnp).clip(end, 0, length)
     slices = slices + end[:, None, None] * np.eye(6, dtype=np.int32)[None, None, column]
   return slices
@@ -191,7 +191,7 @@ def _cover(dense: np.ndarray, shape: tuple[Any, int, int, int]) -> np.ndarray | 
     slices = cover(row, max(MAX_SLICES, q_len // QUERIES_PER_SLICE))
     if slices is None:
       return None
-    # A single query, or a single key, stands for all.
+    # An axis of length 1 stands for all queries, or all keys.
     if row.shape[0] == 1:
       slices[:, 1] = q_len
     if row.shape[1] == 1:

@@ -18,22 +18,24 @@ from jax_magi._src.context_parallel.assignment_search import improved
 from jax_magi._src.context_parallel.intervals import starts_within
 from jax_magi._src.context_parallel.links import Links
 
-# Of candidates that cost and move up to so much more than the best, the most even one is taken.
+# Among candidates whose cost and rows are within these factors of the best, the planner takes the
+# one with the most even work.
 _SAME_COST, _SAME_ROWS = 1.02, 1.1
-# Candidates that cost up to so much more are planned, too.
+# Candidates within this factor of the best cost are planned, too.
 _WORTH_A_PLAN = 1.25
-# Nothing is searched if a simple candidate costs at most so much more than what is possible at all.
+# There is no search if a simple candidate is within this factor of the lower bound of the cost.
 _GOOD_ENOUGH = 1.02
-# Units that become one in the next coarser search.
+# The number of units that are merged into one for the next coarser search.
 _FACTOR = 4
-# Units of a rank and ranges of keys of all units in the finest search.
+# Limits of the finest search: units of a rank, and key ranges of all units.
 _UNITS_OF_RANK, _MAX_RANGES = 64, 16384
-# From so many units on, the search ends as soon as work is as even as it has to be, nearly.
+# With at least this many units, the search ends as soon as work is nearly as even as required.
 _ENOUGH_UNITS, _NEARLY = 4096, 1.01
-# Units of a rank where nodes are filled; chunks are too fine for that.
+# Units of a rank when nodes are filled. Chunks would be too fine.
 _UNITS_OF_RANK_FOR_NODES = 4
 
-# How far above the mean a node's work may be: less than a rank's, so that its ranks have a choice.
+# How far the work of a node may exceed the mean. The limit for ranks is higher, which leaves room
+# for choices inside a node.
 _TOLERANCE_OF_NODES = 0.02
 
 
@@ -96,7 +98,8 @@ def by_work(
   num_simple = len(candidates) - len(searched)
   if first < num_simple:
     return [candidates[first]]
-  # Not largest first: its chunks lie apart, and a plan of so many ranges takes long.
+  # The candidate "largest first" is left out: its chunks are scattered, and planning their many
+  # ranges takes long.
   others = [
     i
     for i in (0, *range(num_simple, len(costs)))
@@ -129,7 +132,7 @@ def _near(
   num_nodes = cp_size // width
   nodes = np.zeros(len(levels[0]), np.int32)
   if num_nodes > 1:
-    # Nodes first, each as one rank with as many links as it has ranks.
+    # First assign units to nodes, each treated as one rank with the links of all its ranks.
     fine = (len(level) >= _UNITS_OF_RANK_FOR_NODES * cp_size for level in levels)
     last = next((i for i, is_fine in enumerate(fine) if is_fine), len(levels) - 1)
     node_keys = None if keys is None else (keys[0], keys[1] // width)

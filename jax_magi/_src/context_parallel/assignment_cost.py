@@ -14,16 +14,16 @@ import numpy as np
 
 from jax_magi._src.context_parallel.intervals import STRIDE, joined, union, union_of_sorted
 
-# How far above the mean a rank's work may be, if that saves rows.
+# How far the work of a rank may exceed the mean if that saves rows.
 TOLERANCE = 0.04
-# A pair of work beyond that counts as so many.
+# The weight of each pair of work above that limit.
 _PENALTY = 10.0
-# The part of the shorter one of computing and moving that does not overlap the longer one.
+# The share of computing or moving, whichever is shorter, that does not overlap with the other.
 _EXPOSED = 0.3
-# What the mean cost counts in the objective, beside the largest.
+# The weight of the mean cost in the objective. The largest cost has weight 1.
 _MEAN_SHARE = 0.1
-# Key ranges of a unit, if there are few units and if there are many. More are rare; then the
-# narrowest gaps between them are closed.
+# The maximum number of key ranges of a unit, for few units and for many. If a unit has more, which
+# is rare, the narrowest gaps between them are closed.
 _MAX_RANGES, _FEWER_RANGES, _MANY_UNITS = 8, 4, 2048
 
 
@@ -175,7 +175,7 @@ class CostModel:
     unit, column = np.nonzero(units.begin < units.end)
     begin = units.begin[unit, column]
     order = np.argsort(begin, kind="stable")
-    # Ranges of keys by their begins: the unit, begin, end.
+    # The unit, begin and end of each key range, sorted by begin.
     self._ranges = unit[order], begin[order], units.end[unit, column][order]
 
   def least(self) -> float:
@@ -240,7 +240,7 @@ class CostModel:
     """
     if self.num_nodes == 1:
       return np.zeros((1, len(owners))), np.zeros(len(owners))
-    # Exchanges inside nodes change nothing here.
+    # Exchanges inside a node do not change the result, so the last one is kept.
     if self._last is None or not np.array_equal(nodes, self._last[0]):
       rows = self._rows_of_keys(*self._needed_by(nodes, self.num_nodes))
       rows[owners, np.arange(len(owners))] = 0.0
@@ -261,7 +261,7 @@ class CostModel:
     shape = self.num_nodes, len(bounds)
     first = np.searchsorted(bounds, begin, side="right") - 1
     last = np.searchsorted(bounds, end, side="right") - 1
-    # A range counts as whole chunks up to the last, and then parts are added and taken off.
+    # Count each range in whole chunks first, then correct its first and its last chunk.
     index = np.concatenate([node * shape[1] + first, node * shape[1] + last])
     sign = np.repeat([1.0, -1.0], len(first))
     part = np.concatenate([bounds[first] - begin, end - bounds[last]])

@@ -11,11 +11,11 @@ import numpy as np
 
 from jax_magi._src.context_parallel.assignment_cost import CostModel
 
-# Exchanges for each rank, at most; and ranks of a node that the busiest one may exchange with.
+# The maximum number of exchanges per rank, and of partners in its node for the busiest rank.
 _EXCHANGES, _NUM_PARTNERS = 3, 2
-# An exchange must lower the larger of the two ranks' rows by so much.
+# An exchange must lower the rows of the busier of two ranks by at least this share.
 _LEAST_GAIN = 0.005
-# With more nodes, few rows pass between two of them, and looking takes long.
+# With more nodes, few rows pass between any two of them, and the search would take long.
 _MOST_NODES = 16
 
 

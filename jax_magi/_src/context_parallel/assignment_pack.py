@@ -13,10 +13,10 @@ import heapq
 
 import numpy as np
 
-# A document with more than this of what a group holds is divided.
+# A document is divided if it needs more than this share of a group.
 _MOST_OF_A_GROUP = 0.95
 # If a node's work exceeds the mean by more than _TOLERANCE, more documents are divided, one at a
-# time. Each has at least _MORE times the work that has to move. Ranks exchange chunks afterwards.
+# time. Each has at least _MORE times the excess work. Ranks exchange chunks afterwards.
 _TOLERANCE, _MORE, _MOST_TRIALS = 0.04, 1.5, 6
 # How much fuller a group may be if it holds a neighbouring document, which shares a chunk with this
 # one.
@@ -69,7 +69,7 @@ def _groups(work: np.ndarray, document: np.ndarray, num_groups: int, num_trials:
     load = np.bincount(groups, work, num_groups) / mean
     if load.max() < most:
       best, most = groups, load.max()
-    # One more document is divided, that has a little more work than has to change places.
+    # Divide one more document: one with a little more work than the excess.
     is_enough = ~is_divided & (loads > _MORE * np.maximum(load - 1.0, 0.0).sum())
     if load.max() <= 1.0 + _TOLERANCE or not is_enough.any():
       break
@@ -100,7 +100,7 @@ def _filled(
 def _runs(chunks: np.ndarray, num_groups: int) -> list[np.ndarray]:
   """A divided document in parts that stay together, some for each group."""
   size = max(len(chunks) // (_RUNS_OF_GROUP * num_groups), 1)
-  # Neighbours only: at other nodes there may be chunks between them.
+  # Only runs of neighbours: chunks between them may be at other nodes.
   ends = np.flatnonzero(np.diff(chunks) != 1) + 1
   return [part[i : i + size] for part in np.split(chunks, ends) for i in range(0, len(part), size)]
 
@@ -140,7 +140,7 @@ class _Groups:
     """Puts neighbouring chunks into groups, as many as there is room for in each."""
     while len(chunks):
       free = np.where(self._room > 0, self._free(), -np.inf)
-      # The least work of those that have room for all; else where there is most room.
+      # The group with the least work among those with enough room, or else the one with most room.
       fits = free >= len(chunks)
       group = int((np.where(fits, -self._load, -np.inf) if fits.any() else free).argmax())
       count = int(min(max(free[group], 1.0), self._room[group], len(chunks)))

@@ -10,17 +10,17 @@ import numpy as np
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Costs, Places
 from jax_magi._src.context_parallel.intervals import STRIDE
 
-# Rounds of exchanges: fewer for many units, where each takes longer.
+# The number of rounds of exchanges. With many units, each round takes longer, so there are fewer.
 _MAX_ROUNDS, _ROUNDS_TIMES_UNITS, _MIN_ROUNDS = 24, 40960, 8
-# Rounds in a row without an exchange, after which the search ends.
+# The search ends after this many rounds without an exchange.
 _MAX_IDLE = 6
-# An exchange must pay at least that much.
+# The minimum relative gain of an exchange.
 _LEAST_GAIN = 1e-3
-# The share of ranks, from the most expensive, that look at several partners, and how many.
+# One in _SHARE_OF_WORST ranks, the most expensive ones, tries up to _NUM_PARTNERS partners.
 _SHARE_OF_WORST, _NUM_PARTNERS = 8, 8
-# What the sum of two ranks' costs counts beside the larger one.
+# The weight of the sum of two ranks' costs. The larger of the two costs has weight 1.
 _SHARE_OF_SUM = 1.0
-# Elements of the largest array of a round, to bound the memory.
+# The maximum number of elements of an array in a round. This bounds the memory.
 _MAX_ELEMENTS = 1 << 20
 
 
@@ -36,7 +36,7 @@ def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
     chosen = _disjoint(gain, a, b)
     a, b, i, j = a[chosen], b[chosen], i[chosen], j[chosen]
     new, new_costs = ranks, costs
-    # What the others do was taken for unchanged: exchanges that do not pay after all are undone.
+    # Gains were estimated as if the other ranks did not change. Undo exchanges that do not pay.
     for _ in range(2):
       if len(a):
         new = ranks.copy()
@@ -67,19 +67,19 @@ def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.n
   nodes = total.reshape(-1, width)
   turn, kind = divmod(number, 4)
   if kind == 2:
-    # Neighbours, then those further apart: after `width` turns each has met each.
+    # Pair neighbours first, then ranks further apart: after `width` turns, all pairs were tried.
     a = np.arange(width)
     b = (turn + 1 - a) % width
     a, b = (np.broadcast_to(x[a < b], (len(nodes), (a < b).sum())) for x in (a, b))
   else:
     order = np.argsort(nodes, axis=1, kind="stable")
     if kind == 0:
-      # Each expensive one with a cheap one, another one each turn.
+      # Pair each expensive rank with a cheap one, a different one each turn.
       half = width // 2
       a = order[:, width - half :]
       b = np.roll(order[:, :half][:, ::-1], turn, axis=1)
     else:
-      # The most expensive ones with several others: one of them may need the same keys.
+      # Pair the most expensive ranks with several others: one of them may need the same keys.
       worst = min(max(width // _SHARE_OF_WORST, 2), width - 1)
       num_partners = min(_NUM_PARTNERS, width - worst)
       a = np.repeat(order[:, width - worst :], num_partners, axis=1)
@@ -89,7 +89,7 @@ def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.n
   base = np.arange(len(nodes))[:, None] * width
   a, b = (base + a).reshape(-1), (base + b).reshape(-1)
   if kind % 2:
-    # The same share of all ranks, and not of each node's.
+    # The share refers to all ranks, not to those of each node.
     count = max(len(total) // _SHARE_OF_WORST, 2)
     is_worst = total[a] >= np.partition(total, -count)[-count]
     a, b = a[is_worst], b[is_worst]
@@ -147,7 +147,7 @@ def _after(
 
   def changed(before: np.ndarray, of_unit: np.ndarray | None) -> np.ndarray:
     before = before[rank][:, None, None]
-    if of_unit is None:  # Keys stay where they are.
+    if of_unit is None:  # Keys do not move with queries.
       return before
     return before + (of_unit[theirs][:, None, :] - of_unit[ours][:, :, None])
 
@@ -172,7 +172,7 @@ def _new_rows(
 
   def remote(
     x: np.ndarray,
-  ) -> np.ndarray:  # Keys that the rank has count nothing: positions among all others.
+  ) -> np.ndarray:  # Positions without the rank's own keys, which need no transfer.
     return x - places.before(place, x)
 
   needed = _Needed(ranges(ours), ours.shape[1])
@@ -181,11 +181,11 @@ def _new_rows(
   new = (remote(end) - remote(begin) - covered).reshape(*theirs.shape, -1).sum(axis=2)
   rows = shared + (new[:, None, :] - alone[:, :, None])
   if model.keys is None:
-    # The keys of the unit that went are remote now, those of the one that came are ours.
+    # The keys of the unit that leaves become remote, and those of the unit that arrives local.
     both = np.concatenate([ours, theirs], axis=1)
     by_some, by_several = needed.rows(units.bounds[both], units.bounds[both + 1])
     own = units.own_rows[both]
-    # What is left if one that needs so many of them goes, and if it comes.
+    # The rows that remain necessary after a unit leaves, and after one arrives.
     went = np.maximum(by_several, by_some - own)[:, : ours.shape[1]]
     came = np.maximum(by_some, own)[:, ours.shape[1] :]
     rows += went[:, :, None] - came[:, None, :]
@@ -202,12 +202,12 @@ class _Needed:
     order = np.argsort(points, axis=1, kind="stable")
     sign = np.where(order < num_ranges, 1, -1)
     unit = order % num_ranges // (num_ranges // num_units)
-    # Before the first end, nothing is needed.
+    # No unit needs the segment before the first point.
     first = np.zeros((num_ranks, 1), np.int64)
     self.points = np.append(first, np.take_along_axis(points, order, axis=1), axis=1)
-    # How many units need the segment that begins at a point.
+    # The number of units that need the segment after each point.
     self.count = np.append(first, np.cumsum(sign, axis=1), axis=1)
-    # The unit, if it is one.
+    # The unit that needs it, if there is exactly one.
     only = np.append(first, np.cumsum(sign * unit, axis=1), axis=1)
     self.only = np.where(self.count == 1, only, num_units)
     self.num_units = num_units
@@ -223,7 +223,8 @@ class _Needed:
     `[ranks, units]`, `[ranks, units, other units]`, and `[ranks, ranges]`.
     """
     points = measure(self.points)
-    # [ranks, points, units]: what is needed before a point; last, all that no single unit needs.
+    # [ranks, points, units]: the positions before each point that only this unit needs. The last
+    # column has the positions that several units need, or none.
     table = np.zeros((*points.shape, self.num_units + 1), np.int32)
     place = np.arange(1, points.shape[1])
     table[self._rank, place, self.only[:, :-1]] = np.diff(points)

@@ -14,9 +14,9 @@ from jax_magi._src.context_parallel.make_keys import key_for_new_mask, magi_attn
 from jax_magi._src.masks.mask import AttentionMask
 from jax_magi._src.masks.segments import as_ids
 
-# Window (left, right), or None.
+# A window (left, right), or None for no window.
 Window = tuple[int | None, int | None] | None
-# Options of a key that are also those of another mask on the same dispatch.
+# The options of a key that also apply to another mask on the same dispatch.
 _OF_NEW_MASKS = ("overlap_degree", "transport", "links")
 
 
@@ -82,7 +82,7 @@ def plan_batch(
         row, max_segments, padding_id=padding_id, causal=causal, window=one
       )
       room = None if rooms is None else rooms[name]
-      if keys:  # In the same order of tokens.
+      if keys:  # Later keys use the token order of the first.
         first = next(iter(keys.values()))
         kept = {x: options[x] for x in _OF_NEW_MASKS if x in options}
         keys[name] = key_for_new_mask(first, mask, capacities=room, **kept)

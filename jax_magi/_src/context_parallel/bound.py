@@ -32,20 +32,20 @@ def capacities_of_any_packing(
       "dispatch='area' chooses the ranks of chunks by the documents, so there is no bound for all "
       "packings; use 'zigzag', or the union of the capacities of representative keys"
     )
-  # A packing shows a part of what a single document shows, so it needs no other rows.
+  # A packing shows a subset of the pairs of a single document, so it needs no other rows.
   left, right = (None, None) if window is None else window
   right = 0 if check_flag("causal", causal) else right
   mask = AttentionMask.sliding_window(length, left=left, right=right)
   options |= {"cp_size": cp_size, "dispatch": dispatch, "overlap_degree": overlap_degree}
   key = magi_attn_flex_key(mask, **options)
   need = key.capacities
-  # Runs of neighbouring chunks that a rank has.
+  # The number of runs of neighbouring chunks of a rank.
   blocks = int((np.diff(np.asarray(key.q_chunks), axis=1) > 1).sum(axis=1).max()) + 1
-  # Documents inside a block are a slice each. On either side, a block sees one document more, whose
-  # keys other blocks of the rank cut.
+  # Each document inside a block is one slice. On each side, a block also sees part of one more
+  # document, whose keys may be cut by the other blocks of the rank.
   slices = max_segments + 2 * blocks * (blocks + 2)
-  # A rank takes or sends other runs only where a block's document begins or ends. The buffer of a
-  # single call has its own keys, too, with padding between documents.
+  # The runs of a rank change only where a block's document begins or ends. The buffer of a single
+  # call also contains the rank's own keys, with padding between documents.
   runs = need.runs + 2 * blocks * cp_size + (max_segments if overlap_degree == 0 else 0)
   return dataclasses.replace(
     need, slices=round_up(max(need.slices, slices)), runs=round_up(max(need.runs, runs))

@@ -88,7 +88,7 @@ class Capacities:
       **options: more arguments of `magi_attn_flex_key`: `chunk_size`, `transport`,
         `ranks_per_node`, `links`.
     """
-    # Not above: planning knows capacities.
+    # Imported here, because planning imports this file.
     from jax_magi._src.context_parallel.bound import capacities_of_any_packing
 
     return capacities_of_any_packing(
@@ -200,13 +200,14 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
     k_local: keys that it has.
     cp_size: number of ranks.
   """
-  floor = 2 * chunks_of_rank  # For the simplest masks, one bucket.
+  floor = 2 * chunks_of_rank  # Puts the simplest masks into one bucket.
   limit = cp_size * k_local
 
   def hop(hop: Hop) -> Hop:
     if hop.kind == "all_gather":
       return hop
-    # Between nodes, a quarter too much counts. Inside one, fewer programs are worth more than that.
+    # Between nodes, a quarter of unused rows would be expensive. Inside a node, reusing programs is
+    # worth more than that.
     half = k_local // 2
     parts = [8 if hop.level == NODE else 4 if size > half else 1 for size in hop.rows]
     rows = tuple(map(_round_up_to_part, hop.rows, parts))

@@ -179,7 +179,7 @@ def _roll_gathered(x: Any, key: DistAttnKey, *, shift: int, axis_name: str, role
 def _roll_local(x: Any, key: DistAttnKey, *, shift: int, axis_name: str, role: str) -> Any:
   """`roll` of a rank's rows."""
   chunks, length, chunk_size = _side(key, role)
-  # The rows that neighbours ask for: the first ones of each chunk, or its last tokens.
+  # The rows that neighbours need: the first or the last tokens of each chunk.
   blocks = x.reshape(chunks.shape[1], chunk_size, *x.shape[1:])
   begins = chunks[0] * chunk_size
   ends = jnp.clip(length - begins, 0, chunk_size)

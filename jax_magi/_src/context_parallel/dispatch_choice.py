@@ -18,9 +18,9 @@ from jax_magi._src.context_parallel.local_slices import key_ranges
 from jax_magi._src.context_parallel.pieces import ChunkPieces, cut_by_chunks
 from jax_magi._src.masks.slices import Q_BEGIN, area_of
 
-# Chunks of a rank, where the caller does not say: enough to balance one causal document within 1%.
+# The default number of chunks of a rank: enough to balance one causal document within 1%.
 _CHUNKS_OF_RANK = 32
-# Smaller chunks fill no tile of the kernel; but a short sequence gets four of a rank all the same.
+# Smaller chunks would not fill a tile of the kernel. A short sequence still gets four per rank.
 _SMALLEST_CHUNK = 128
 
 

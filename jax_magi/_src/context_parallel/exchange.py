@@ -142,10 +142,10 @@ class Transfer:
     *parts, last = parts
     back = back.astype(last.dtype)
     if (sent := self._gathered_rows(hop)) is not None:
-      if back.ndim > last.ndim:  # Not summed on the way.
+      if back.ndim > last.ndim:  # The collective has not summed them.
         back = jnp.sum(back, axis=0)
-      # Not `.at[sent].add`: where `sent` is all rows, JAX traces an empty index that nothing uses,
-      # and jaxlib 0.11.2 crashes as it compiles a shard_map with such a constant.
+      # `.at[sent].add` is avoided: if `sent` is all rows, JAX traces an unused empty index, and
+      # jaxlib 0.11.2 crashes when it compiles a shard_map with such a constant.
       around = [(sent.start, self.spec.k_local - sent.stop), *[(0, 0)] * (back.ndim - 1)]
       back = jnp.pad(back, around)
       return (back if parts[0] is None else parts[0] + back, *parts[1:])
@@ -168,7 +168,7 @@ class Transfer:
     """Each row of what came back, added to the one that it is the gradient of."""
     if not deterministic:
       return total.at[index].add(back, mode="drop")
-    # One block after the other, each of which has a row at most once.
+    # Add one block after the other. A block contains each row at most once.
     begins = block_begins(self.hops[hop], self.spec.ranks)
     place = np.arange(len(index), dtype=np.int32)
     blocks = jnp.asarray(begins)
@@ -283,10 +283,10 @@ def _rows_of(parts: Sequence[Any], index: Any) -> Any:
   """Rows of several arrays, as if they were one; zeros for an index out of their bounds."""
   result, begin = None, 0
   for part in parts:
-    if length := part.shape[0]:  # jnp.take refuses empty ones.
+    if length := part.shape[0]:  # jnp.take does not accept empty arrays.
       here = index - begin
       rows = jnp.take(part, here, axis=0, mode="clip")
-      # XLA makes one kernel of this; of jnp.take with mode="fill" it makes two.
+      # XLA compiles this to one kernel, and jnp.take with mode="fill" to two.
       is_here = ((here >= 0) & (here < length)).reshape(-1, *[1] * (part.ndim - 1))
       result = jnp.where(is_here, rows, jnp.zeros_like(rows) if result is None else result)
     begin += length

@@ -115,7 +115,7 @@ def attend_gathered(
       )
       slices = everything_if(is_broken, slices, len(ids), len(ids))
       mask = AttentionMask(slices, len(ids), len(ids))
-      # A sink that is NaN makes all of a row so.
+      # A NaN sink makes the whole row NaN.
       sink = sink_logit(sink, q.shape[1]) + jnp.where(is_broken, np.float32(np.nan), 0.0)
     mask = _rows_of(mask, own, q.shape[0])
     out, meta = attention(q, k, v, mask, sink=sink, return_max_logits=return_max_logits, **options)

@@ -8,10 +8,10 @@ import numpy as np
 
 from jax_magi._src.context_parallel.hops import ALL, LOCAL, NODE, Hop, Ranks, moved_rows
 
-# Above this share of a cheaper way's rows, the simpler way is taken: all-gather needs no index.
+# The simpler collective is used unless another one moves less than this share of its rows.
 NEARLY_ALL = 0.9
-# Permutations that a hop may be made of. XLA runs two collectives beside one kernel, with the
-# options that we recommend: two permutations, or one for each of two levels.
+# The maximum number of permutations of a hop. With the recommended options, XLA overlaps two
+# collectives with a kernel: two permutations, or one for each of two levels.
 _MOST_SHIFTS = {ALL: 2, NODE: 1, LOCAL: 1}
 
 

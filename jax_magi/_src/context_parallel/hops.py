@@ -25,9 +25,10 @@ from jax.custom_batching import custom_vmap
 from jax_magi._src.native.backends import CUDA
 from jax_magi._src.transforms.varying import vary_like
 
-# Which ranks a hop is among: all; those with the same place in each node; those of a node.
+# The ranks that exchange rows in a hop: all; those with the same index in each node; those of one
+# node.
 ALL, NODE, LOCAL = "all", "node", "local"
-# Updates of a ragged exchange for each peer: XLA moves each with a single block of threads.
+# The number of updates per peer of a ragged exchange. XLA moves each update with a single CTA.
 _UPDATES = 32
 
 
@@ -147,7 +148,7 @@ def move_back(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> 
     groups = ranks.groups(hop.level)
     if sent.dtype == np.float32:
       return lax.psum_scatter(sent, axis_name, axis_index_groups=groups, tiled=True)
-    # Sums are float32, which a reduction on the way would not make them.
+    # Sums are float32. A collective that reduces would sum in the dtype of the rows.
     blocks = sent.reshape(-1, hop.rows[0], *sent.shape[1:])
     return lax.all_to_all(blocks, axis_name, 0, 0, axis_index_groups=groups)
   return _exchanged(hop, ranks, axis_name, sent, sizes, is_back=True)
@@ -203,7 +204,7 @@ def _ragged(
   begins, lengths = updates(sizes[0])
   places = begins + (index * capacity).astype(np.int32)
   received = updates(sizes[1])[1]
-  # A zero that XLA takes for data: a constant would be copied again for each layer of a scan.
+  # A zero that XLA cannot see through: a constant would be copied for each layer of a scan.
   zero = (sizes[0, 0] - sizes[0, 0]).astype(sent.dtype)
   return lax.ragged_all_to_all(
     sent,

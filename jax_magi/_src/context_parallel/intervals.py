@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Positions of different groups, that many apart, never meet.
+# The distance between the positions of different groups, which therefore never overlap.
 STRIDE = 1 << 31
 
 

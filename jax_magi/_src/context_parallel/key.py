@@ -283,7 +283,7 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
       "capacities="
     )
   if have.whole_rows is not None and capacities.whole_rows is None:
-    # Each table of merging stages is there, too: the backward pass uses them.
+    # The key also has the tables of merging stages, because the backward pass uses them.
     have = dataclasses.replace(have, whole_rows=None)
     key = dataclasses.replace(key, whole_slices=None, whole_runs=None)
   if dataclasses.replace(have | capacities, orders=capacities.orders) != capacities:

@@ -59,14 +59,14 @@ def calc_latent_attn(
   leaves, treedef = latent_leaves(latent)
   check_local_lengths({"q": q}, {"latent": leaves[0]}, key)
   keeps = options.get("keep_remote_kv", False)
-  # Of the types that they have when `expand` is called with them.
+  # With the types that they have when `expand` is called.
   q, leaves, key = vary_all((q, leaves, key))
   for _ in range(2):
     function, constants = _opened(expand, leaves, treedef, row_counts(key.spec, keeps_rows=keeps))
     before = varying_axes(q)
     q, leaves, key, *_ = vary_all((q, leaves, key, constants))
     if varying_axes(q) == before:
-      break  # And else, once more, as `expand` closes over arrays that vary over more axes.
+      break  # Otherwise trace again: `expand` closes over arrays that vary over more axes.
   for x in (*leaves, *constants):
     if on_explicit_axes(x):
       raise NotImplementedError(

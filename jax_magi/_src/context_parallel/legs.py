@@ -49,7 +49,7 @@ def legs_of(rows: Rows, transport: Transport) -> list[Leg]:
   relay = first + rows.owner % ranks.per_node
   near = np.where(rows.owner // ranks.per_node == rows.rank // ranks.per_node, rows.owner, relay)
   return [
-    # What stays in a node is sent by nobody, from its owner to itself.
+    # For rows that stay in a node, sender and receiver are equal, and nothing is sent.
     Leg(NODE, transport, rows, rows.owner, near),
     Leg(LOCAL, transport, rows, near, rows.rank),
   ]
@@ -73,13 +73,13 @@ class Leg:
     self.level, self.ranks = level, transport.ranks
     self.num_transfers = transport.num_transfers
     self.sender, self.receiver = sender, receiver
-    # Those of different nodes do not touch: they are not sent as one range.
+    # Rows of different nodes are never adjacent, so they are not joined into one range.
     self.stride = transport.k_local + 1
     self.row = rows.local + rows.owner // self.ranks.per_node * self.stride
     moves = sender != receiver
     group = self._group(sender[moves], rows.transfer[moves], receiver[moves])
     begin = self.row[moves]
-    # Each row once, whoever needs it behind the receiver.
+    # Send each row once, even if several ranks behind the receiver need it.
     self._groups, self._begins, ends = union(group, begin, begin + rows.size[moves])
     self._sizes = ends - self._begins
     self._places = starts_within(self._groups, self._sizes)

@@ -14,12 +14,13 @@ import numpy as np
 from jax_magi._src.arguments import check_length, check_number
 from jax_magi._src.transforms.operations import product_operations
 
-# Of the operations of both passes: two products forward, five backward.
+# The forward share of the operations of both passes: two of seven products.
 FORWARD_SHARE = 2 / 7
-# Operations a second of our kernels on an H200, over both passes.
+# Operations per second of our kernels on an H200, over both passes.
 _RATE = 550e12
-# Of an H200's matrix products of latents and weights, and bytes a second of its memory. For 8192
-# rows of 64 heads with 192 and 128 dims, that is 0.36 and 0.92 ms; 0.37 and 0.90 were measured.
+# Operations per second of matrix products of latents and weights on an H200, and bytes per second
+# of its memory. For 8192 rows of 64 heads with 192 and 128 dims, these predict 0.36 and 0.92 ms;
+# 0.37 and 0.90 were measured.
 _PRODUCT_RATE, _MEMORY = 700e12, 4e12
 
 
@@ -121,10 +122,10 @@ class Links:
       sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(kv)]
       return np.array([product_operations(program.jaxpr), sum(sizes)])
 
-    # What does not depend on the number of rows is no part of the difference.
+    # The difference excludes costs that do not depend on the number of rows.
     operations, num_bytes = map(float, cost(2) - cost(1))
     products, moves = operations / _PRODUCT_RATE, num_bytes / _MEMORY
-    # The derivative of a product is two products. Backward, gradients of k and v move, too.
+    # The derivative of a product is two products. Backward, gradients of k and v are moved, too.
     forward, backward = products + 2 * moves, 3 * products + 4 * moves
     return dataclasses.replace(self, expand_seconds=(forward, backward))
 

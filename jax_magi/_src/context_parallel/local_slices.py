@@ -66,7 +66,7 @@ def _merged_along(
       can &= (part[:, HI] == union[:, HI]) | _lets_pass_high(part, union[:, HI])
     if not can.any():
       break
-    # Of a run of neighbours, every other one takes its successor; the next round takes the rest.
+    # In a run of neighbours, every other one absorbs its successor. The next round does the rest.
     index = np.arange(len(can))
     place = index - np.maximum.accumulate(np.where(can, -1, index)) - 1
     taken = np.flatnonzero(can & (place % 2 == 0))

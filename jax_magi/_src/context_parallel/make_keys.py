@@ -206,7 +206,7 @@ def _known_mask(
     )
   if slices.ndim != 2:
     raise ValueError(f"the mask must have slices [num_slices, 6], got {list(slices.shape)}")
-  # Checked again, as JAX makes masks of anything: see `AttentionMask.tree_unflatten`.
+  # Checked again, because JAX can make masks of any leaves: see `AttentionMask.tree_unflatten`.
   return AttentionMask(slices, q_len, k_len)
 
 

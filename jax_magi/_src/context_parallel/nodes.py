@@ -47,7 +47,7 @@ def check_ranks_per_node(mesh: Any, axis_name: str, ranks_per_node: int | None) 
     return
   size = count if ranks_per_node is None else min(ranks_per_node, count)
   if count % size:
-    return  # Keys of such nodes cannot be made.
+    return  # No key can have such nodes, so it is an error elsewhere.
   slices = _numbers(lines, "slice_index")
   if slices is not None and not _are_alike(slices, size):
     fitting = _most_alike(slices)

@@ -113,12 +113,12 @@ def _forward(
     running, kv = running
     k, v = kv or stages[step.stage]
     operands = (q[None], k[None], v[None], masks.operand(step, slices), sink[None])
-    # Where results of several calls are merged, the last call rounds them.
+    # If results of several calls are merged, only the last call rounds them.
     out_dtype = None if is_whole or step == last_kernel else np.float32
     return ops.forward(config.forward, *operands, out_dtype=out_dtype, running=running)
 
   running: Any = None
-  parts = [[wire] for _ in transfers]  # What each transfer has brought so far.
+  parts = [[wire] for _ in transfers]  # The blocks that each transfer has brought so far.
   kept = {}  # For the backward pass.
   for step in steps:
     has_kernel = step in masks.slices
@@ -146,8 +146,8 @@ def _forward(
   out, lse, max_logits = (x[0] for x in running)
   if config.reduces_max_logits:
     max_logits = reduce_max_logits(max_logits, axis_name=config.axis_name)
-    # XLA has one collective in flight. Unless this one is over before the next begins, it may be
-    # the one that a kernel hides, and a transfer of keys not.
+    # By default, XLA keeps one collective in flight. Without the barrier, this one might overlap
+    # with a kernel in the place of a transfer of keys, which would then be exposed.
     out, _ = lax.optimization_barrier((out, max_logits))
   return (out, lse, max_logits), {0: stages[0], **kept}
 
@@ -189,7 +189,7 @@ def _rank_attention_bwd(
   operands = (*residuals, *cotangents[:2])
 
   def out_specs() -> Any:
-    # Of arrays without a gradient there is no spec.
+    # Only arrays with a gradient have a spec.
     of_arrays = (tuple(map(spec_of, differentiable(x))) for x in (rows, constants))
     return spec_of(q), *of_arrays, spec_of(sink)
 
@@ -212,17 +212,17 @@ def _backward(
   dout: Any,
   dlse: Any,
 ) -> tuple[Any, Any, Any, Any]:
-  # Of all keys, whichever rank they came from.
+  # `out` and `lse` are those over all keys, so delta is, too.
   row_delta = ops.delta(out, lse, dout, dlse)
   dsink = -jnp.sum(ops.sink_probability(sink[None], lse[None])[0] * row_delta, axis=0)
-  # Behind a barrier, or XLA would keep what the forward pass made, instead of making it anew.
+  # Without the barrier, XLA would keep the exchanged rows of the forward pass in memory.
   rows, constants, dout = lax.optimization_barrier((rows, constants, dout))
   form = RowForm.of(rows, config.expand)
   transfers = transfers_of(key, config.axis_name)
   queries = (q, dout, lse, row_delta)
   v_like = form.value_like(rows)
   stage_of = functools.partial(_StageBackward, config, form, queries, constants)
-  # To which kernels add.
+  # The sum to which each kernel adds.
   dq = empty_dq_sum(q[None], v_like, config.backward.implementation)
   if not key.spec.overlap_degree:
     stage = kept[0] if kept else form.parted(transfers[0].cast(form.joined(rows)))
@@ -268,12 +268,13 @@ def _staged_backward(
   steps = steps_of(counts, order, is_fetching=not kept, is_backward=True)
   lengths = [rows[0].shape[0], *key.spec.capacities.rows]
   masks, keys = backward_masks(steps, key.slices[0], lengths)
-  # By transfer, what it has brought so far; and gradients of that, until they are home.
+  # For each transfer, the blocks that it has brought so far, and later their gradients, until these
+  # have returned to their owners.
   parts: list[Any] = [[wire] for _ in transfers]
   back: list[Any] = [None for _ in transfers]
-  # By stage, gradients of the parts of its rows, which are joined where they are needed; and the
-  # sum of those of the rank's own rows, which grows as they come, as all that is there waits at
-  # each step.
+  # For each stage, the gradients of the parts of its rows, which are joined where they are needed.
+  # And the sum of the gradients of the rank's own rows: it grows as they arrive, because each step
+  # waits for all values that exist.
   gradients: dict[int, list[tuple[Any, ...]]] = {}
   own = dconstants = None
   for step in steps:

@@ -92,7 +92,7 @@ def make_plan(
   way = choose_transport(rows, transport, ranks, k_local, num_transfers, given, links)
   rows = with_transfers(rows, way)
   if overlap_degree:
-    rows = rows[rows.owner != rows.rank]  # Own keys are a stage, and travel nowhere.
+    rows = rows[rows.owner != rows.rank]  # A rank's own keys are stage 0 and are not sent.
   rows = rows[np.lexsort((rows.begin, rows.transfer, rows.rank))]
   routes = find_routes(rows, way)
 

@@ -55,7 +55,7 @@ def choose_plan(
       f"{ranks.num_nodes} nodes: XLA would turn it into an all-gather; use 'two_level'"
     )
   if transport == "two_level" and len(levels_of(transport, ranks)) == 1:
-    transport = "all_to_all"  # Of one node, or of nodes of one rank, it is the same.
+    transport = "all_to_all"  # On one node, or on nodes of one rank, it is the same.
   degrees = _check_degree(overlap_degree)
   hops = None
   if capacities is not None:
@@ -68,7 +68,7 @@ def choose_plan(
   is_free = capacities is None and not isinstance(overlap_degree, (int, np.integer))
   is_whole, orders = None if is_free else False, None
   if capacities is not None:
-    sides = sides[:1]  # Others may need more room than there is.
+    sides = sides[:1]  # Other assignments may exceed the given capacities.
     is_whole, orders = capacities.whole_rows is not None, capacities.orders
   best, key = math.inf, None
   for queries, keys in sides:

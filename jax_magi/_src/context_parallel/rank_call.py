@@ -122,7 +122,7 @@ def part_of_rank(name: str, key: Any, axis_name: str) -> DistAttnKey:
     return key
   if num_ranks != size:
     raise ValueError(f"key must have leaves of {size} ranks or of one, got {num_ranks}")
-  # One for all ranks, closed over or replicated: each takes its own part.
+  # If the key is closed over or replicated, each rank takes its part.
   rank = lax.axis_index(axis_name)
   return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), rank, 1), key)
 

@@ -15,7 +15,7 @@ from jax_magi._src.context_parallel.intervals import STRIDE, joined
 from jax_magi._src.context_parallel.legs import Leg, Rows, legs_of
 from jax_magi._src.context_parallel.transport import Transport
 
-# A row that is in no buffer. As an index it is out of every array's bounds.
+# Marks a row that is in no buffer. As an index, it is out of the bounds of every array.
 NOWHERE = 1 << 29
 
 # Runs of a table: the group (rank * num_transfers + transfer), and int64 [n, 4] of to_block,
@@ -51,7 +51,7 @@ def find_routes(rows: Rows, transport: Transport) -> Routes:
   hops = [
     _hops(t, [size[:, t] for size in sizes], transport) for t in range(transport.num_transfers)
   ]
-  # Blocks are numbered from a rank's own rows on, through all that its hops bring.
+  # Block 0 has the rank's own rows. The blocks that its hops bring follow.
   block = np.ones(transport.num_transfers, np.int64)
   for leg in legs:
     leg.hops = [next((hop for hop in t if hop.level == leg.level), None) for t in hops]
@@ -119,7 +119,7 @@ def runs_of(group: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> Runs:
   ends = columns + sizes[:, None] * np.array([0, 1, 0, 1])
   is_new = np.append(True, (group[1:] != group[:-1]) | (columns[1:] != ends[:-1]).any(axis=1))
   first, last = joined(is_new[: len(group)])
-  # After the last one of each block there is nothing.
+  # The rows after the last run of a block are empty.
   blocks = group[last] * STRIDE + columns[last, 0]
   is_last = np.append(blocks[1:] != blocks[:-1], True)[: len(blocks)]
   stops = ends[last[is_last]]

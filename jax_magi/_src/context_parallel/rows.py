@@ -127,7 +127,7 @@ class RowForm:
     def pull_back(dk: Any, dv: Any) -> Any:
       gradients, of_constants = vjp((dk.astype(k.dtype), dv.astype(v.dtype)))
       gradients = [where_rows(is_seen, x, jnp.zeros_like(x)) for x in gradients]
-      # Of a stage without a row that is seen, they may be NaN.
+      # They may be NaN if no row of the stage is seen.
       is_any = is_seen.any()
       of_constants = [_wide(jnp.where(is_any, x, jnp.zeros_like(x))) for x in of_constants]
       return tuple(gradients), tuple(of_constants)
@@ -181,5 +181,5 @@ def _wide(x: Any) -> Any:
 
 
 def _flat(x: Any) -> Any:
-  # Of a part of a stage there may be no rows, of which -1 has no size.
+  # Not -1: its size is undefined if a part of a stage has no rows.
   return x.reshape(x.shape[0], math.prod(x.shape[1:]))

@@ -36,7 +36,7 @@ from jax import lax
 from jax_magi._src.masks.slices import UNBOUNDED
 from jax_magi._src.native.overlap import kernel_barrier
 
-# Rows that no kernel's tile is cut at, where there are as many.
+# If there are enough rows, they are divided at multiples of this, so that no kernel tile is cut.
 _ROW_MULTIPLE = 128
 
 
@@ -198,7 +198,7 @@ def steps_of(
       kernel = kernels[slot]
     beside = (tuple(move for at, move in moves if at == slot) for moves in (casts, reduces))
     steps.append(Step(*kernel, *beside))
-  if not own:  # Nothing hides behind it.
+  if not own:  # The kernel of this step hides no collective.
     steps.append(Step(0, 0))
   return steps
 
@@ -208,7 +208,7 @@ def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
   default = default_order(num_hops, is_backward=is_backward)
   found = [default]
   if is_backward and len(num_hops) > 1:
-    # The last keys first: their gradients return while the others are computed with.
+    # Reverse order: the gradients of the first stages computed return during the later ones.
     found.append(Order(default.stages[::-1], (1,) * len(num_hops)))
   for order in tuple(found):
     for i, parts in enumerate(order.parts):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_magi._src.attention.checks import check_sm_margin
 
-# For launchers that know what a cluster needs. Read when a step is traced, and a part of it then.
+# For launchers that know what a cluster needs. Read when a step is traced, and then fixed.
 ENVIRONMENT = (
   "MAGI_ATTENTION_FFA_FORWARD_SM_MARGIN",
   "MAGI_ATTENTION_FFA_BACKWARD_SM_MARGIN",

@@ -15,7 +15,7 @@ from jax_magi._src.context_parallel.intervals import cut, starts_within, union
 from jax_magi._src.context_parallel.legs import Rows, legs_of
 from jax_magi._src.context_parallel.transport import Transport
 
-# Pieces of a rank's rows that go to transfers in turns.
+# The number of pieces of a rank's rows for each transfer, if transfers take pieces in turns.
 _TURNS = 4
 
 
@@ -29,7 +29,7 @@ def with_transfers(rows: Rows, transport: Transport) -> Rows:
   else:
     in_order = _in_order(rows, transport)
     in_turns = _in_parts(rows, math.ceil(transport.k_local / (_TURNS * count)), count)
-    # Slices are fewer in order.
+    # Contiguous parts have fewer slices, so turns must save enough rows.
     is_worth_it = _padded(in_turns, transport) < NEARLY_ALL * _padded(in_order, transport)
     rows = in_turns if is_worth_it else in_order
   if transport.num_near:
@@ -57,7 +57,7 @@ def _in_order(rows: Rows, transport: Transport) -> Rows:
   totals = np.bincount(g, end - begin, int(group.max(initial=0)) + 1).astype(np.int64)
   transfer = np.zeros_like(rows.begin)
   for number in range(1, count):
-    # The position before which there are so many of the group's rows.
+    # The position before which this number of the group's rows lies.
     wanted = totals * number // count
     bound = np.zeros(len(totals), np.int64)
     has = (before <= wanted[g]) & (wanted[g] < before + end - begin)

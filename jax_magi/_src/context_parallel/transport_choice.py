@@ -29,7 +29,7 @@ def choose_transport(
     given: hops whose kinds the plan has to keep, or None.
     links: what rows cost, for "auto".
   """
-  # Where the caller asked for pairs of equal size, all masks shall travel alike.
+  # If the caller chose all_to_all, all masks use it, so that they share programs.
   permutes = name != "all_to_all"
   moved = _moved(rows, ranks, k_local) if name in ("auto", "two_level") else {}
   if name == "auto":
@@ -37,7 +37,7 @@ def choose_transport(
   gathers = name == "all_gather"
   if given is not None:
     gathers = any(hop.kind == "all_gather" for hops in given for hop in hops)
-  elif name == "two_level":  # Nodes may need nearly everything of each other.
+  elif name == "two_level":  # Nodes may need nearly all rows of each other.
     gathers = moved[name][0] >= NEARLY_ALL * (ranks.num_nodes - 1) * k_local
   return Transport(name, ranks, k_local, num_transfers, gathers, permutes, given)
 

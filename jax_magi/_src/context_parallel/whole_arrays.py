@@ -193,7 +193,7 @@ def attend_whole(
   meta = AttnForwardMeta(layout.with_heads, heads)  # type: ignore[arg-type]
   operands = (q, rows, placed.tree, sink, constants)
   in_specs = (layout.with_heads, row_specs, placed.spec, sink_spec, constant_specs)
-  # Over Explicit axes, shard_map moves nothing by itself.
+  # Over Explicit axes, shard_map does not reshard its operands.
   operands = jax.tree.map(
     lambda spec, operand: jax.tree.map(lambda x: split_over(x, layout.mesh, spec), operand),
     in_specs,

@@ -24,7 +24,7 @@ from jax_magi._src.context_parallel.pieces import Needs, Pieces, needed_rows, st
 from jax_magi._src.context_parallel.routes import Routes, Runs, runs_of
 from jax_magi._src.masks.slices import area_of
 
-# Queries that wait together: two tiles of the kernels.
+# The number of queries that are assigned to a stage together: two tiles of the kernels.
 _UNIT = 256
 
 
@@ -62,7 +62,7 @@ def whole_queries(needs: Needs, routes: Routes, ranks: Ranks) -> WholeQueries:
   num_transfers = len(routes.hops)
   order = np.lexsort((routes.rows.begin, routes.rows.rank))
   rows, sources = routes.rows[order], routes.sources[order].copy()
-  # Blocks are numbered through all transfers, after that of own rows.
+  # Block 0 has the rank's own rows. The blocks of all transfers follow.
   counts = [sum(num_blocks(hop, ranks) for hop in hops) for hops in routes.hops]
   sources[:, 0] += np.cumsum([0, *counts])[rows.transfer]
   pieces = needs.of_chunks.cut_in_chunks(_UNIT)

@@ -237,8 +237,8 @@ def shared_question(question_len: Any, answer_lens: Any) -> Parts:
   bounds = question_len + np.concatenate([[0], np.cumsum(answers)])
   length = check_length("question_len and answer_lens together", int(bounds[-1]))
   own = np.stack([bounds[:-1], bounds[1:]], axis=1)
-  # All tokens see the question up to themselves: one slice. Cut where answers begin, it would be
-  # met in more blocks.
+  # All tokens see the question up to themselves: one slice. Cutting it where answers begin would
+  # make more blocks touch more than one slice.
   q_ranges = np.concatenate([[[0, length]], own])
   k_ranges = np.concatenate([[[0, question_len]], own])
   bands = np.broadcast_to([-UNBOUNDED, 0], q_ranges.shape)
@@ -262,7 +262,7 @@ def prefix_tree(parents: Any, lengths: Any) -> Parts:
     raise ValueError(f"lengths must not be negative, but one is {lengths.min()}")
   bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
   length = check_length("the sum of lengths", int(bounds[-1]))
-  # By node: the runs of nodes that see it.
+  # For each node, the runs of nodes that see it.
   runs: list[list[list[int]]] = [[] for _ in range(count)]
   for node in range(count):
     ancestor = node

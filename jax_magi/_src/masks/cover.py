@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_magi._src.masks.slices import UNBOUNDED
 
-# Elements of the dense mask that are looked at at once, to bound the memory for it.
+# The number of elements of the dense mask that are processed at once. This bounds the memory.
 _MAX_ELEMENTS = 1 << 24
 
 
@@ -31,7 +31,7 @@ def cover(dense: np.ndarray, max_slices: int | None = None) -> np.ndarray | None
     return np.zeros((0, 6), np.int32)
   order, is_head = _chains(row, begin, end, dense.shape[1])
   row, begin, end = row[order], begin[order], end[order]
-  # How the interval came out of the one before it in its chain.
+  # How each interval moved relative to the one before it in its chain.
   begin_moves, end_moves = np.append(0, np.diff(begin)), np.append(0, np.diff(end))
   first = is_head | _cuts(is_head, begin_moves, end_moves)
   if max_slices is not None and first.sum() > max_slices:
@@ -58,7 +58,7 @@ def _intervals(
     rows = np.pad(dense[first : first + num_rows], [(0, 0), (1, 1)])
     is_edge = rows[:, 1:] != rows[:, :-1]
     row, key = np.nonzero(is_edge)  # Begins and ends take turns.
-    # No slice has two intervals of a row.
+    # The intervals of a row belong to different slices.
     if max_slices is not None and is_edge.sum(axis=1).max(initial=0) > 2 * max_slices:
       return None
     parts.append((first + row[::2], key[::2], key[1::2]))
@@ -91,7 +91,7 @@ def _chains(
 def _cuts(is_head: np.ndarray, begin_moves: np.ndarray, end_moves: np.ndarray) -> np.ndarray:
   """Where a chain needs another slice: its begin stays after it moved, or its end moves again."""
   could = np.append(False, (begin_moves[1:] < begin_moves[:-1]) | (end_moves[1:] > end_moves[:-1]))
-  # The first of a chain has no move, and neither has the first after a cut.
+  # Moves are defined neither for the first interval of a chain nor for the first after a cut.
   could &= ~(is_head | np.append(False, is_head[:-1]))
   starts = could & ~np.append(False, could[:-1])
   since = np.arange(len(could)) - np.maximum.accumulate(np.where(starts, np.arange(len(could)), 0))

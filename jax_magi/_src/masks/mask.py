@@ -69,7 +69,8 @@ class AttentionMask:
       check_ranges("q range of slices", slices[:, Q_BEGIN], slices[:, Q_END], self.q_len)
       check_ranges("k range of slices", slices[:, K_BEGIN], slices[:, K_END], self.k_len)
       check_disjoint(slices)
-      slices.flags.writeable = False  # A change would not be checked, and equal masks stay so.
+      # Changes would not be checked, and could make equal masks differ.
+      slices.flags.writeable = False
     set_field(self, "slices", slices)
 
   # --- the ways to make one; `constructors.py` has their slices ---
@@ -134,7 +135,7 @@ class AttentionMask:
     reading the booleans a few times.
     """
     slices, q_len, k_len = constructors.from_dense(dense)
-    # Not by `cls`, which would compare each with each: they are disjoint as they were made.
+    # The slices are disjoint by construction, so the pairwise check of `cls` is skipped.
     slices.flags.writeable = False
     return cls.tree_unflatten((q_len, k_len), (slices,))
 
@@ -266,7 +267,7 @@ class AttentionMask:
       value = known_value(slices)
       if value is not None:
         return self.q_len, self.k_len, value.shape, value.tobytes()
-    # Traced, or whatever a tree_map put here.
+    # The slices are traced, or any object that a tree_map put here.
     return self.q_len, self.k_len, id(slices)
 
   # --- new masks from old ---
@@ -311,7 +312,7 @@ class AttentionMask:
     q_begin, q_end, q_len = _bounds("q", q_begin, q_end, q_len)
     k_begin, k_end, k_len = _bounds("k", k_begin, k_end, k_len)
     shift = k_begin - q_begin
-    if isinstance(shift, int):  # Bands are shifted by this, in 32 bits.
+    if isinstance(shift, int):  # Shifted bands must fit in 32 bits.
       check_position("k_begin - q_begin", shift)
     arrays = (self.slices, q_begin, q_end, k_begin, k_end)
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in arrays) else np

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_magi._src.arguments import known_value
 
-# Rows drawn per slice: more than a figure has pixels.
+# The number of rows drawn per slice, more than a figure has pixels.
 _MAX_ROWS = 2048
 
 

@@ -125,7 +125,7 @@ def _segments(name: str, ids: Any, max_segments: int, padding_id: int | None) ->
   is_there = np.arange(max_segments, dtype=np.int32) < count
   begin, end = (jnp.where(is_there, x, 0) for x in (begin, end))
   found = ids[begin] if len(ids) else jnp.zeros(max_segments, np.int32)
-  # Those that are absent get negative numbers, each another.
+  # Absent segments get distinct negative numbers.
   found = jnp.where(is_there, found, -1 - np.arange(max_segments, dtype=np.int32))
   ordered = jnp.sort(found)
   is_split = (ordered[1:] == ordered[:-1]).any()

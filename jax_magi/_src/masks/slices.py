@@ -16,15 +16,15 @@ import numpy as np
 
 from jax_magi._src.arguments import MAX_LENGTH
 
-# A band without this edge.
+# The value of an edge that a band does not have.
 UNBOUNDED = MAX_LENGTH
 
 # Columns of a slice.
 Q_BEGIN, Q_END, K_BEGIN, K_END, LO, HI = range(6)
 
-# Pairs of slices compared at once by the overlap check, to bound its memory.
+# The number of pairs of slices that the overlap check compares at once. This bounds its memory.
 _MAX_PAIRS = 1 << 22
-# Rectangles that are looked at for better cuts: it takes as long as their number squared.
+# The maximum number of rectangles in the search for better cuts, which takes quadratic time.
 _MAX_GROUPED = 2048
 
 
@@ -78,7 +78,7 @@ def check_disjoint(slices: np.ndarray) -> None:
   """Raises if two slices share a pair."""
   sizes = area_of(slices)
   index = np.flatnonzero(sizes)
-  # Along the axis that leaves fewer pairs to compare.
+  # Sort along the axis that leaves fewer pairs to compare.
   orders = [_by_begin(slices, index, *ends) for ends in ((Q_BEGIN, Q_END), (K_BEGIN, K_END))]
   order, counts = min(orders, key=lambda candidate: candidate[1].sum())
   s = slices[order].astype(np.int64)
@@ -111,7 +111,7 @@ def check_disjoint(slices: np.ndarray) -> None:
 def _by_begin(slices: np.ndarray, index: np.ndarray, begin: int, end: int) -> Any:
   """`index` sorted along an axis, and with how many of its successors each slice shares a place."""
   order = index[np.argsort(slices[index, begin], kind="stable")]
-  # A slice can only meet the ones that begin before it ends.
+  # A slice can overlap only with slices that begin before it ends.
   last = np.searchsorted(slices[order, begin], slices[order, end])
   return order, np.maximum(last - np.arange(len(order)) - 1, 0)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jax_magi._src.masks.slices import area_of
 
-# Slices that are spelled out.
+# The maximum number of slices that are spelled out.
 _MAX_NAMED = 4
 
 
@@ -25,7 +25,7 @@ def describe_slices(slices: np.ndarray) -> str:
 def _describe(one: list[int]) -> str:
   """`[0, 4) x [0, 4) causal`: queries, keys, and a name of `MaskType` or the band."""
   q_begin, q_end, k_begin, k_end, lo, hi = one
-  # Edges that hide nothing are no edges, whatever their number.
+  # Edges that hide no pair are not shown, whatever their value.
   has_lo, has_hi = lo > k_begin - (q_end - 1), hi < k_end - 1 - q_begin
   is_lo_classic, is_hi_classic = lo == k_begin - q_begin, hi == k_end - q_end
   if not has_lo and not has_hi:

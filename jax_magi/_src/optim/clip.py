@@ -156,7 +156,7 @@ def _make_factors(
     x = statistics[name]
     groups = x.reshape(*x.shape[:-1], found.num_groups, -1)
     gamma = _gamma(groups, threshold).min(axis=-1)
-    # What such a group needs is not known: it waits until its statistics are sound.
+    # The factor of a group with broken statistics is unknown. It is not scaled in this step.
     gamma = jnp.where(is_broken(groups).any(axis=-1), 1.0, gamma)
     for site in found.sites:
       own = gamma if site.layer is None else gamma[site.layer]

@@ -7,7 +7,7 @@ import functools
 import re
 
 LAYERS, HEADS, DIM, PARTS = "layers", "heads", "dim", "parts"
-# Along these a parameter is a stack of matrices; Muon takes each for itself.
+# Along these axes, a parameter is a stack of matrices. Muon treats each matrix separately.
 _STACKED = (LAYERS, PARTS, "experts")
 _TOKEN = re.compile(r"->|\(|\)|[A-Za-z_][A-Za-z0-9_]*|\S")
 

@@ -192,7 +192,7 @@ def muon_clip(
   both = optax.chain(muon, clipping)
 
   def init(params: Any) -> Any:
-    # Here and not in dimension_numbers, which Optax also calls with parts of the parameters.
+    # Checked here, because Optax calls dimension_numbers also with parts of the parameters.
     shapes = shapes_of(params)
     for path, layout in layouts.items():
       for found in find_paths(path, shapes):
@@ -203,7 +203,7 @@ def muon_clip(
     def out_specs() -> Any:
       return jax.tree.map(spec_of, (updates, state))
 
-    # Optax's Muon reshapes matrices, which JAX refuses where Explicit axes split them.
+    # Optax's Muon reshapes matrices, which is an error in JAX if Explicit axes split them.
     operands = (updates, state, params, extra)
     fun = with_auto_axes(lambda u, s, p, e: both.update(u, s, p, **e), operands, out_specs)
     new_updates, new_state = fun(*operands)
@@ -271,7 +271,7 @@ def _count_broken(count: jax.Array, max_logits: jax.Array) -> jax.Array:
 def _clip_update(update: jax.Array, param: jax.Array, factor: jax.Array) -> jax.Array:
   wide = np.promote_types(np.promote_types(param.dtype, factor.dtype), update.dtype)
   dtype = param.dtype if param.dtype == update.dtype else wide
-  # Rounded as `optax.apply_updates` does, and then as `apply_qk_clip`.
+  # Round as `optax.apply_updates` does, and then as `apply_qk_clip` does.
   updated = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
   clipped = clip.scale(updated, factor).astype(wide) - param.astype(wide)
   return jnp.where(factor == 1.0, update.astype(dtype), clipped.astype(dtype))

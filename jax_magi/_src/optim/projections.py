@@ -15,7 +15,7 @@ from jax.tree_util import DictKey, GetAttrKey
 from jax_magi._src.optim.layout import DIM, HEADS, LAYERS, PARTS, Layout, parse_layout
 
 _LAYER = "{layer}"
-# Axes of which factors know, in their order there.
+# The axes of a parameter along which factors differ, in the order of the factors' axes.
 _OWN = (LAYERS, HEADS, DIM, PARTS)
 
 
@@ -328,7 +328,7 @@ def _find_group(shapes: Mapping[str, tuple[int, ...]], group: Any, alpha: float)
     counts = ", ".join(f"{path} {count or 'not stacked'}" for path, count in layers.items())
     raise ValueError(f"projections must have the same number of layers, got {counts}")
   num_layers = next(iter(layers.values()))
-  num_q_heads, *others = heads.values()  # Queries are every group's first role.
+  num_q_heads, *others = heads.values()  # The first role of every group is that of queries.
   num_groups = min(others)
   if isinstance(group, MlaProjections) and set(others) != {num_q_heads}:
     raise ValueError(f"projections must have the same number of heads, got {heads}")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_MAX_NAMED = 8  # Heads in one message.
+_MAX_NAMED = 8  # The maximum number of heads in one message.
 _logger = logging.getLogger("jax_magi")
 
 
@@ -47,7 +47,7 @@ def reduce_max_logits(
 
   leaves, treedef = jax.tree.flatten(jax.tree.map(reduce, max_logits))
   if axis_name is not None and leaves:
-    # All layers' in one collective, in a type that holds each of theirs.
+    # One collective for all layers, in a dtype that can represent all of theirs.
     wide = functools.reduce(np.promote_types, [x.dtype for x in leaves])
     flat = lax.pmax(jnp.concatenate([jnp.ravel(x).astype(wide) for x in leaves]), axis_name)
     parts = jnp.split(flat, np.cumsum([x.size for x in leaves])[:-1].tolist())
@@ -70,7 +70,7 @@ def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
   def tell(broken: dict[str | None, jax.Array]) -> None:
     jax.debug.callback(functools.partial(_log_any, list(broken)), list(broken.values()))
 
-  # In a branch, so that the host is only called when there is something to tell.
+  # In a branch, so that the host is called only if there is something to report.
   is_any = functools.reduce(jnp.logical_or, [x.any() for x in broken.values()])
   lax.cond(is_any, lambda: tell(broken), lambda: None)
 
@@ -83,7 +83,7 @@ def raise_if_any(broken: Mapping[str | None, Any]) -> None:
 
 
 def _log_any(names: Sequence[str | None], broken: Sequence[Any]) -> None:
-  # Under vmap both branches run, so there may be nothing to tell.
+  # Under vmap, both branches run, so there may be nothing to report.
   text = _describe(dict(zip(names, broken, strict=True)))
   if text:
     _logger.error("%s; QK-Clip leaves their weights as they are", text)

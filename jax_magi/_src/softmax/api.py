@@ -185,7 +185,7 @@ def explain_softmax(
   return found
 
 
-# --- What a caller can get wrong ---
+# --- Checks of the arguments ---
 
 
 def _check_x(x: Any) -> Any:
@@ -260,7 +260,7 @@ def _band(x: Any, is_causal: bool, window: Any) -> tuple[int, int]:
   return int(lo), int(hi)
 
 
-# --- To the op's four dimensions ---
+# --- Reshaping to the four dimensions of the op ---
 
 
 def _batch_of_mask(mask: Any, x: Any) -> int:

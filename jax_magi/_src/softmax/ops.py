@@ -21,7 +21,8 @@ from jax_magi._src.transforms.operation import Native, Operands, Operation, Resu
 # The name of the path in plain JAX.
 PLAIN = "xla"
 
-# y, mask, offset, offset_probability; and gradients of x, mask, offset. What there is not is None.
+# y, mask, offset, offset_probability; and the gradients of x, mask, offset. Each may be None if the
+# call does not have it.
 Residuals = tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
@@ -83,7 +84,8 @@ def _softmax_bwd(config: SoftmaxConfig, residuals: Residuals, dy: jax.Array) -> 
     dx, *rest = _backward(config, offset is not None)({"y": y, "dy": dy})
     doffset, against_offset = None, None
     if offset is not None and offset_probability is not None:
-      against_offset = offset_probability * rest[0]  # What a row's scores gain together.
+      # The sum of the gradients of a row's scores.
+      against_offset = offset_probability * rest[0]
       doffset = _sum_to(-jnp.sum(against_offset, axis=-1), offset.shape)
     return dx, _mask_gradient(config, mask, y, dy, against_offset), doffset
 
