@@ -65,7 +65,8 @@ def attention(
       logit, where i and j are indices into q and k. Differentiable.
     return_max_logits: whether to return `meta.max_logits`.
     deterministic: whether gradients must be bitwise equal from run to run. On CPUs they always are.
-      On an H200, the backward pass is 0-16% slower, depending on the mask.
+      On an H200, this slows the backward pass by 0-16% with head dims up to 128. With wider heads,
+      it costs 2-6% for full and causal masks, and 42-121% for windows and packed documents.
     sm_margin: the number of streaming multiprocessors of a GPU to leave free.
     checkpoint_names: names of out and lse for `jax.checkpoint` policies, in place of
       `CHECKPOINT_NAMES`: a pair, or one name for both. With the name under which a trainer's policy
