@@ -1,1 +1,1 @@
-"""Attention: the public functions, what callers can get wrong, and the differentiable op."""
+"""Attention: the public functions, the checks of their arguments, and the differentiable op."""

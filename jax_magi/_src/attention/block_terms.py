@@ -1,7 +1,7 @@
 """Bias and ALiBi in blocks of scores: a part of the plain path.
 
-Blocks of scores are `[num_kv_heads, group, rows, keys]`. Those of a bias have a size of 1 wherever
-it is shared, and so have those of its gradient.
+Blocks of scores are `[num_kv_heads, group, rows, keys]`. Blocks of a bias and of its gradient have
+size 1 in each dimension in which the bias is shared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax_magi._src.transforms.varying import vary_like
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-  """What logits have besides q k^T.
+  """The terms that are added to the scaled logits.
 
   Attributes:
     num_kv_heads: the number of head groups.
@@ -35,7 +35,7 @@ class Terms:
     return self.num_kv_heads, num_q_heads // self.num_kv_heads
 
   def in_blocks(self, num_rows: int, num_keys: int) -> BlockTerms:
-    """For blocks of this size."""
+    """The terms for blocks of this size."""
     bias, slopes = self.bias, self.alibi_slopes
     if bias is not None:
       heads = (1, 1) if bias.shape[0] == 1 else self._grouped(bias.shape[0])
@@ -54,7 +54,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class BlockTerms:
-  """`Terms`, ready to be cut into blocks of `num_rows` and `num_keys`."""
+  """`Terms`, padded for blocks of `num_rows` by `num_keys`."""
 
   bias: Any
   slopes: Any
@@ -89,7 +89,7 @@ class BlockTerms:
   def gradients(
     self, ds: jax.Array, q_begin: Any, k_begin: Any, wants: tuple[str, ...]
   ) -> dict[str, Any]:
-    """What a block adds to the gradients that are wanted; `ds` is that of its logits."""
+    """The part of a block in the requested gradients. `ds` is the gradient of its logits."""
     blocks = {}
     if "bias" in wants:
       sizes = zip(self._bias_block, ds.shape, strict=True)
@@ -100,7 +100,7 @@ class BlockTerms:
     return blocks
 
   def no_gradients(self, wants: tuple[str, ...], like: jax.Array) -> dict[str, Any]:
-    """The same of a block that shows nothing. `like` tells the mesh axes over which it varies."""
+    """The same for a block without visible pairs, varying over the mesh axes of `like`."""
     shapes = {}
     if "bias" in wants:
       shapes["bias"] = self._bias_block
@@ -109,7 +109,7 @@ class BlockTerms:
     return {n: vary_like(jnp.zeros(shape, np.float32), like) for n, shape in shapes.items()}
 
   def joined(self, blocks: dict[str, Any]) -> dict[str, Any]:
-    """The gradients, from blocks that are stacked `[key blocks, query blocks, ...]`."""
+    """The gradients, joined from blocks that are stacked `[key blocks, query blocks, ...]`."""
     gradients = {}
     if "bias" in blocks:
       heads, q_len, k_len = self.bias_shape  # type: ignore[misc]

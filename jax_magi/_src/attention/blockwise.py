@@ -1,9 +1,9 @@
-"""Attention in plain JAX, block by block: runs on any platform, in memory of one block.
+"""Attention in plain JAX, block by block. Runs on any platform, in the memory of one block.
 
 Operands and results are those of the native kernels.
 
-Queries, keys and values that no slice shows are never used, whatever they hold: NaN in them reaches
-nothing. NaN in a token that is shown to some reaches others of its block, through 0 * NaN.
+Queries, keys and values that are in no visible pair are never used, so NaN in them has no effect.
+NaN in a token that is visible to some queries reaches other queries of its block, as 0 * NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def forward(
   out_dtype: Any,
   **terms: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns out in `out_dtype`, lse and max_logits, merged with running results if there are."""
+  """Returns out in `out_dtype`, lse and max_logits, merged with running results if given."""
   slices = clamped(slices, q.shape[1], k.shape[1])
 
   def one(
@@ -85,9 +85,9 @@ def backward(
   wants: tuple[str, ...] = (),
   **terms: jax.Array,
 ) -> tuple[jax.Array, ...]:
-  """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, as the kernels.
+  """Returns dq, dk and dv in `grad_dtype`, and the gradients that `wants` names, like the kernels.
 
-  With `running_dq`, the first result is that sum of dq, with this call's added.
+  With `running_dq`, the first result is that sum of dq plus the dq of this call.
   """
   slices = clamped(slices, q.shape[1], k.shape[1])
 
@@ -129,9 +129,9 @@ def finish_dq(
 
 
 def _parted(operands: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-  """Operands by name, as those that the batch shares, without it, and those that it does not.
+  """Divides operands into those that the batch shares, without batch axis, and all others.
 
-  With shared slices the test that skips a block stays one real branch.
+  If slices are shared, the condition that skips a block stays a branch under vmap.
   """
   operands = {name: x for name, x in operands.items() if x is not None}
   operands = dict(zip(operands, vary_together(*operands.values()), strict=True))
@@ -141,13 +141,13 @@ def _parted(operands: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, j
 
 
 def _over_batch(fun: Callable[..., Any], operands: dict[str, Any]) -> Any:
-  """vmap over the leading axis of what the batch does not share."""
+  """Applies vmap over the leading axis of the operands that the batch does not share."""
   shared, own = _parted(operands)
   return jax.vmap(lambda own: fun(**shared, **own))(own)
 
 
 def _over_batch_summed(fun: Callable[..., Any], operands: dict[str, Any]) -> Any:
-  """One batch row after the other: never is there more than one gradient of the bias."""
+  """Processes one batch row after another, so that only one bias gradient is in memory."""
   shared, own = _parted(operands)
 
   def step(dbias: jax.Array, own: dict[str, jax.Array]) -> Any:
@@ -162,7 +162,7 @@ def _over_batch_summed(fun: Callable[..., Any], operands: dict[str, Any]) -> Any
 def _only_shown(
   slices: jax.Array, of_queries: list[jax.Array], of_keys: list[jax.Array]
 ) -> list[jax.Array]:
-  """The arrays `[length, heads, dim]`, with zeros for tokens that no slice shows."""
+  """The arrays `[length, heads, dim]`, with zeros for tokens that are in no visible pair."""
   is_query = shown_queries(slices, of_queries[0].shape[0])[:, None, None]
   is_key = shown_keys(slices, of_keys[0].shape[0])[:, None, None]
   pairs = [(is_query, x) for x in of_queries] + [(is_key, x) for x in of_keys]
@@ -170,12 +170,12 @@ def _only_shown(
 
 
 def _precision(dtype: Any) -> Any:
-  """float32 inputs get float32 products, also where the hardware would round them first."""
+  """The precision of products: float32 inputs are not rounded, even if the hardware prefers it."""
   return lax.Precision.HIGHEST if dtype == np.float32 else None
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """A matrix product with both operands in the narrower one's dtype, summed in float32."""
+  """A matrix product with both operands in the narrower dtype of the two, summed in float32."""
   dtype = min(a.dtype, b.dtype, key=lambda d: d.itemsize)
   return jnp.einsum(
     spec,
@@ -212,7 +212,7 @@ def _begins(blocks: jax.Array) -> jax.Array:
 def _block_mask(
   slices: jax.Array, q_begin: jax.Array, k_begin: jax.Array, num_rows: int, num_keys: int
 ) -> jax.Array:
-  """bool `[1, 1, num_rows, num_keys]`, to fit a block of scores."""
+  """The mask of a block, bool `[1, 1, num_rows, num_keys]`."""
   rows, keys = (jnp.arange(n, dtype=np.int32) for n in (num_rows, num_keys))
   return visible(slices, q_begin + rows, k_begin + keys)[None, None]
 
@@ -232,7 +232,7 @@ def _forward(
   softcap: float,
   out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`running` is as one more key, whose logit is its lse and whose value is its output."""
+  """`running` acts like one more key, whose logit is its lse and whose value is its output."""
   q_len, num_q_heads, _ = q.shape
   num_kv_heads, value_dim = v.shape[1], v.shape[2]
   q_blocks = _blocks(_group_heads(q, num_kv_heads))

@@ -1,4 +1,4 @@
-"""What a caller can get wrong, said once and by name."""
+"""Checks of the arguments of attention. Each error names the argument."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALLEST_SOFTCAP, _LARGEST_SOFTCAP = 1e-6, 1e6
 
 
 def check_qkv(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
-  """Shapes and dtypes of one sequence, `[length, heads, dim]` each, by the caller's names."""
+  """Checks q, k and v of one sequence, `[length, heads, dim]` each, under the caller's names."""
   q_name, k_name, v_name = names
   all_names = f"{q_name}, {k_name} and {v_name}"
   for name, x in zip(names, (q, k, v), strict=True):
@@ -68,7 +68,7 @@ def check_qkv(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "
 
 
 def check_mask(mask: Any, q: Any, k: Any) -> None:
-  """The mask belongs to the lengths of q and k, `[length, heads, dim]`."""
+  """Checks that the mask fits the lengths of q and k, `[length, heads, dim]`."""
   if not isinstance(mask, AttentionMask):
     raise ValueError(f"mask must be an AttentionMask, got {type(mask).__name__}")
   if np.ndim(mask.slices) != 2:
@@ -87,7 +87,7 @@ def check_mask(mask: Any, q: Any, k: Any) -> None:
 
 
 def slices_of_batch(mask: AttentionMask, batch: int, q_len: int, k_len: int) -> Any:
-  """int32 `[batch or 1, num_slices, 6]` of one mask for the batch, or of one for each row of it."""
+  """int32 `[batch or 1, num_slices, 6]` of one mask for the batch, or of one mask for each row."""
   _check_lengths(mask, q_len, k_len, "query", "key")
   slices = mask.slices
   shape = tuple(np.shape(slices))
@@ -114,10 +114,10 @@ def _check_lengths(mask: AttentionMask, q_len: int, k_len: int, q_name: str, k_n
 
 
 def sink_logit(sink: Any, num_q_heads: int) -> Any:
-  """One logit per query head, of checked sinks: their logsumexp; -inf for none.
+  """Checks sinks, and returns one logit per query head: their logsumexp, or -inf for no sink.
 
-  Sinks only ever appear as that sum, so the kernels need no more, and autodiff finds the
-  gradient of each.
+  The softmax depends on sinks only through this sum. The kernels need nothing else, and autodiff
+  derives the gradient of each sink.
   """
   if sink is None:
     # Computed by numpy, because jax_debug_infs checks what JAX computes.
@@ -137,7 +137,7 @@ def sink_logit(sink: Any, num_q_heads: int) -> Any:
 
 
 def check_broadcastable(name: str, x: Any, shape: tuple[Any, ...]) -> None:
-  """That `x` can be broadcast to `shape`, `[..., num_q_heads, q_len, k_len]`."""
+  """Checks that `x` can be broadcast to `shape`, `[..., num_q_heads, q_len, k_len]`."""
   sizes = tuple(np.shape(x))
   fits = len(sizes) <= len(shape) and all(
     size in (1, full) for size, full in zip(sizes[::-1], shape[::-1], strict=False)
@@ -150,12 +150,12 @@ def check_broadcastable(name: str, x: Any, shape: tuple[Any, ...]) -> None:
 
 
 def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
-  """The bias as the kernels take it, with a size of 1 where it is shared; None stays so.
+  """Checks the bias, and returns it in the shape that the kernels take; None stays None.
 
   Args:
-    bias: the caller's, broadcastable to `shape`.
+    bias: the caller's argument, broadcastable to `shape`. Shared dimensions keep size 1.
     shape: `[..., num_q_heads, q_len, k_len]`.
-    dtype: q's.
+    dtype: the dtype of q.
   """
   if bias is None:
     return None
@@ -173,7 +173,7 @@ def check_bias(bias: Any, shape: tuple[Any, ...], dtype: Any) -> Any:
 
 
 def check_alibi_slopes(slopes: Any, shapes: tuple[tuple[Any, ...], ...]) -> Any:
-  """float32 slopes of one of these shapes, broadcast to the last of them; None stays so."""
+  """Checks slopes of one of these shapes, and broadcasts them to the last one; None stays None."""
   if slopes is None:
     return None
   sizes = check_array("alibi_slopes", slopes)
@@ -199,7 +199,7 @@ def make_config(
   checkpoint_names: Any = None,
   scale_name: str = "softmax_scale",
 ) -> AttentionConfig:
-  """The static arguments, checked. `scale_name` is what the caller calls the scale."""
+  """Checks the static arguments. `scale_name` is the caller's name of the scale."""
   scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_number(scale_name, softmax_scale)
   cap = check_number("softcap", softcap)
   if cap < 0.0:
@@ -219,7 +219,7 @@ def make_config(
 
 
 def check_checkpoint_names(names: Any) -> tuple[str, str]:
-  """The names of out and lse: two, one for both, or None for ours."""
+  """Checks the checkpoint names: a pair for out and lse, one for both, or None for ours."""
   if names is None:
     return CHECKPOINT_NAMES
   both = (names, names) if isinstance(names, str) else names
@@ -230,12 +230,12 @@ def check_checkpoint_names(names: Any) -> tuple[str, str]:
 
 
 def plain_as(implementation: Any) -> Any:
-  """Our name of the plain path, which `jax.nn.dot_product_attention` calls "xla"."""
+  """`implementation`, with our name of the plain path for "xla", which `jax.nn` calls it."""
   return PLAIN if isinstance(implementation, str) and implementation == "xla" else implementation
 
 
 def check_sm_margin(name: str, sm_margin: Any) -> int:
-  """Streaming multiprocessors that a kernel leaves free: fewer than there are."""
+  """Checks the number of SMs to leave free, which must be smaller than the GPU's number of SMs."""
   if isinstance(sm_margin, bool) or not isinstance(sm_margin, (int, np.integer)):
     raise ValueError(f"{name} must be an integer, got {sm_margin!r}")
   if sm_margin < 0:

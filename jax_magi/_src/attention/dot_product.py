@@ -57,36 +57,36 @@ def dot_product_attention(
   lengths, documents and `mask`. They are combined as slices, and hidden tiles cost nothing.
   Documents together with an `AttentionMask` need one slice for each pair of document and slice.
 
-  A boolean `mask` that is known when the call is traced becomes slices, too, if all heads share it
-  and these are at most 64, or at most one for 8 queries. Any other is a bias of 0 and -inf in
-  query's dtype, as small as the mask: that of a `[batch, 1, 1, k_len]` mask is a row for each
-  batch. Together with a `bias` it is as large as both are broadcast to; lengths and documents are
-  not.
+  A boolean `mask` is converted to slices if it is known when the call is traced, all heads share
+  it, and the slices are few: at most 64, or at most one for every 8 queries. Any other boolean mask
+  becomes a bias of 0 and -inf in the dtype of query. The bias has the size of the mask: for a
+  `[batch, 1, 1, k_len]` mask, it is one row per batch element. If you also pass a `bias`, the two
+  are added, in the shape to which they broadcast. Lengths and documents never become a bias.
 
   Args:
     query: `[batch, q_len, num_q_heads, head_dim]`, or without batch.
-    key: `[batch, k_len, num_kv_heads, head_dim]`, likewise.
-    value: `[batch, k_len, num_kv_heads, value_dim]`, likewise.
+    key: `[batch, k_len, num_kv_heads, head_dim]`, or without batch.
+    value: `[batch, k_len, num_kv_heads, value_dim]`, or without batch.
     bias: broadcastable to `[batch, num_q_heads, q_len, k_len]`, as in `attention`.
-    mask: boolean, broadcastable to `[batch, num_q_heads, q_len, k_len]`, True is visible; or an
-      `AttentionMask` over `q_len` and `k_len`. The latter serves the whole batch, unless it is a
-      sequence of one for each row, or its slices are `[batch, num_slices, 6]`, as `jax.vmap` of a
-      constructor makes them.
+    mask: boolean, broadcastable to `[batch, num_q_heads, q_len, k_len]`, True where visible; or an
+      `AttentionMask` for the whole batch; or one for each row of the batch, as a sequence of masks,
+      or as a mask with slices `[batch, num_slices, 6]`, which `jax.vmap` of a constructor returns.
     scale: as `softmax_scale` in `attention`.
     is_causal: whether to hide keys after the query.
-    query_seq_lengths: int32 `[batch]`; rows past it are zero.
-    key_value_seq_lengths: int32 `[batch]`; keys past it are hidden.
-    local_window_size: (left, right), how many keys a query sees before and after its own. An int
-      sets both. None means no limit.
+    query_seq_lengths: int32 `[batch]`. Rows after the length are zero.
+    key_value_seq_lengths: int32 `[batch]`. Keys after the length are hidden.
+    local_window_size: (left, right), the number of keys that a query sees before and after its own.
+      An int sets both. None means no limit.
     implementation: as in `attention`.
     return_residual: whether to return (out, lse), as `jax.nn` does.
-    segment_ids: int `[batch, q_len]`, the number of each token's document, as in
-      `AttentionMask.from_segment_ids`. Numbers that are known and negative, documents that are not
-      contiguous, and more than `max_segments` of them are an error; where numbers are traced, all
-      results of that row of the batch are NaN.
-    kv_segment_ids: int `[batch, k_len]`; None is `segment_ids`.
-    max_segments: how many documents a row may have (static), needed with `segment_ids`.
-    padding_id: the number of padding, which sees nothing: often 0 or -1; None is none.
+    segment_ids: int `[batch, q_len]`, the document number of each token, as in
+      `AttentionMask.from_segment_ids`. Negative numbers, documents that are not contiguous, and
+      more than `max_segments` documents are an error. If the numbers are traced, all results of
+      that row of the batch are NaN instead.
+    kv_segment_ids: int `[batch, k_len]`, the document numbers of the keys. None means
+      `segment_ids`.
+    max_segments: the largest number of documents in a row (static). Required with `segment_ids`.
+    padding_id: the number of padding, which sees nothing; often 0 or -1. None means no padding.
     softcap: as in `attention`.
     sink: as in `attention`.
     alibi_slopes: as in `attention`, or `[batch, num_q_heads]`.

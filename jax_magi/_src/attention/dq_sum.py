@@ -1,6 +1,7 @@
 """The gradient of queries as a sum over several calls of `ops.backward`, in one array.
 
-Kernels add to it in an order of their own, and without softmax_scale: a call costs no pass over it.
+Kernels add to the array in their own memory layout, and without softmax_scale, so that no call
+needs another pass over it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from jax_magi._src.transforms.varying import vary_like
 
 
 def empty_dq_sum(q: jax.Array, v: jax.Array, implementation: str | None = None) -> jax.Array:
-  """Zeros: float32 `[batch, num_q_heads, words]`.
+  """A sum of zeros, float32 `[batch, num_q_heads, words]`.
 
   Args:
     q: `[batch, q_len, num_q_heads, head_dim]`.
-    v: `[batch, k_len, num_kv_heads, value_dim]`; its last dimension counts.
-    implementation: that of the calls.
+    v: `[batch, k_len, num_kv_heads, value_dim]`. Only its last dimension matters.
+    implementation: the implementation of the calls.
   """
   words = native.dq_sum_words(q, v, implementation)
   return vary_like(jnp.zeros((q.shape[0], q.shape[2], words), np.float32), q)
@@ -39,11 +40,11 @@ def finished_dq(
   """The gradient of q, from the sum of all calls.
 
   Args:
-    config: that of the calls.
-    dq_sum: the sum, as the last call returned it.
-    q: `[batch, q_len, num_q_heads, head_dim]`, the calls' operand; its shape and dtype count.
-    v: `[batch, k_len, num_kv_heads, value_dim]`, likewise.
-    dtype: that of the result.
+    config: the configuration of the calls.
+    dq_sum: the sum that the last call returned.
+    q: `[batch, q_len, num_q_heads, head_dim]`, for its shape and dtype.
+    v: `[batch, k_len, num_kv_heads, value_dim]`, for its shape and dtype.
+    dtype: the dtype of the result.
 
   Returns:
     `[batch, q_len, num_q_heads, head_dim]`.
@@ -82,7 +83,7 @@ def _finish_dq(
     return Native(functools.partial(native.finish_dq, backend=backend, **options))
 
   def natives(operands: Operands) -> dict[str, Native]:
-    """Where the calls of `backward` had a kernel."""
+    """The kernels for the platforms on which the calls of `backward` had one."""
     batch, num_q_heads, _ = operands["dq_sum"].shape
     q, v = (jax.ShapeDtypeStruct((batch, q_len, num_q_heads, dim), q_dtype) for dim in dims)
     return {

@@ -1,4 +1,4 @@
-"""Which implementation attention takes, and why."""
+"""Reports which implementation attention takes, and why."""
 
 from __future__ import annotations
 

@@ -49,37 +49,43 @@ def flax_attention_fn(
   """An `attention_fn` for `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
   Flax passes the `mask` of a module's caller on to this function, so it may be an `AttentionMask`.
-  `functools.partial(flax_attention_fn, is_causal=True, local_window_size=(1023, 0))` fixes what is
-  the same in every call. Fully masked rows return zeros; Flax's own attention averages all values.
+  Use `functools.partial(flax_attention_fn, is_causal=True, local_window_size=(1023, 0))` for
+  arguments that are the same in every call. Fully masked rows return zeros, whereas Flax's own
+  attention returns the mean of all values.
 
   Args:
     query: `[batch..., q_len, num_q_heads, head_dim]`.
     key: `[batch..., k_len, num_kv_heads, head_dim]`.
     value: `[batch..., k_len, num_kv_heads, value_dim]`.
     bias: as in `dot_product_attention`.
-    mask: as in `dot_product_attention`, or numbers, as `flax.linen.make_causal_mask` makes them:
-      all but 0 are visible. With several batch axes, masks for each row may be nested lists.
+    mask: as in `dot_product_attention`; or an array of numbers, as `flax.linen.make_causal_mask`
+      returns it, where 0 hides a pair. With several batch axes, masks for each row may be nested
+      lists.
     broadcast_dropout: ignored, because there is no dropout.
     dropout_rng: ignored, because there is no dropout.
     dropout_rate: must be 0, unless Flax's `deterministic` is True: attention dropout is not
       supported.
-    deterministic: Flax's: whether dropout is off. It is not that of `dot_product_attention`.
-    dtype: that of the computation; None is what the operands promote to.
-    precision: no matter: products of the operands are exact or float32, and summed in float32.
-    module: must be None: `sow_weights` is not supported, as there are no weights to keep.
+    deterministic: Flax's argument, which turns dropout off. It is not the `deterministic` of
+      `dot_product_attention`.
+    dtype: the dtype of the computation. None means the dtype to which the operands promote.
+    precision: ignored. Products of 16-bit operands are exact, and all products are summed in
+      float32.
+    module: must be None. `sow_weights` is not supported, because the weights are never
+      materialized.
     is_causal: as in `dot_product_attention`.
-    force_fp32_for_softmax: no matter: it always is float32.
+    force_fp32_for_softmax: ignored. The softmax is always in float32.
     einsum_dot_general: must be None.
     qk_attn_weights_einsum: must be None.
     attn_weights_value_einsum: must be None.
-    on_max_logits: called when the module is traced, with max_logits `[batch..., num_q_heads]`, for
-      QK-Clip: `lambda x: self.sow("intermediates", "max_logits", x)` in a module that has this one.
-    **options: more arguments of `dot_product_attention`, such as `local_window_size` and `softcap`.
-      Those with a batch have that of the query.
+    on_max_logits: a function that is called with max_logits `[batch..., num_q_heads]` when the
+      module is traced, for QK-Clip. In a parent module, pass
+      `lambda x: self.sow("intermediates", "max_logits", x)`.
+    **options: further arguments of `dot_product_attention`, such as `local_window_size` and
+      `softcap`. Arguments with a batch have the batch axes of the query.
 
   Returns:
-    out `[batch..., q_len, num_q_heads, value_dim]`; or what `dot_product_attention` returns with
-    `return_residual` or `return_meta`, with these batch axes.
+    out `[batch..., q_len, num_q_heads, value_dim]`. With `return_residual` or `return_meta`, the
+    results of `dot_product_attention`, with these batch axes.
   """
   del broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax
   if dropout_rate and not deterministic:
@@ -141,13 +147,13 @@ def _attend(
 
 
 def _fold_rows(x: Any, batch: tuple[int, ...]) -> Any:
-  """What has the batch, or none of it, with one batch axis in the place of several."""
+  """An array with or without batch axes, with its batch axes merged into one."""
   x = x if x is None or hasattr(x, "ndim") else np.asarray(x)
   return fold_leading(x, len(batch)) if x is not None and x.shape[: len(batch)] == batch else x
 
 
 def _fold_pairs(x: Any, batch: tuple[int, ...]) -> Any:
-  """An array over all pairs, or masks, with one batch axis in the place of several."""
+  """An array over all pairs, or masks, with the batch axes merged into one."""
   if isinstance(x, AttentionMask):
     return AttentionMask.tree_unflatten((x.q_len, x.k_len), (_fold_rows(x.slices, batch),))
   if isinstance(x, (list, tuple)):

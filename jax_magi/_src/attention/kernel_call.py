@@ -1,4 +1,4 @@
-"""What attention's operations take, and the kernels of backends as their native side."""
+"""The operands of attention's operations, and the kernels that implement them on each backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SOURCES = frozenset({"all_slices"})
 
 
 def given_terms(terms: Mapping[str, jax.Array | None]) -> Operands:
-  """Those terms that there are."""
+  """The terms that are not None."""
   assert terms.keys() <= TERMS.keys(), terms.keys()
   return {name: x for name, x in terms.items() if x is not None}
 
@@ -70,7 +70,7 @@ CHECKPOINT_NAMES = ("jax_magi_out", "jax_magi_lse")
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-  """What is static about a call."""
+  """The static arguments of a call."""
 
   softmax_scale: float
   softcap: float = 0.0
@@ -80,7 +80,7 @@ class AttentionConfig:
   checkpoint_names: tuple[str, str] = CHECKPOINT_NAMES
 
   def with_positive_scale(self, q: Any) -> tuple[Any, AttentionConfig]:
-    """The same logits: kernels take positive scales, so that the largest product is the largest."""
+    """An equivalent call with a positive scale: kernels rely on the order of products."""
     if self.softmax_scale < 0.0:
       return -q, dataclasses.replace(self, softmax_scale=-self.softmax_scale)
     if self.softmax_scale == 0.0:
@@ -90,16 +90,16 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-  """A kernel, and what its tiles are planned by.
+  """A kernel, and the information that its tile plan depends on.
 
   Attributes:
-    config: see `AttentionConfig`.
+    config: the static arguments.
     known: as in `MaskOperand`.
     group: as in `MaskOperand`.
     kernel: a function of the operands by name, `backend`, and `tile_stamp`.
-    wants: operands with a gradient, besides q, k and v.
-    is_backward: which of the two operations it is.
-    has_float_grads: whether gradients are float32, whatever q is.
+    wants: the operands whose gradients are requested, in addition to q, k and v.
+    is_backward: whether this is the backward pass.
+    has_float_grads: whether gradients are float32 even if q is not.
   """
 
   config: AttentionConfig
@@ -138,10 +138,10 @@ def _on_backend(call: KernelCall, backend: Backend) -> Native:
 
 
 def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:
-  """Which tiles a backend's kernels compute, in which order.
+  """The tile list of a backend's kernels: which tiles they compute, in which order.
 
-  That of a known mask is planned as the call is traced, with the slices that the kernels take the
-  least time for; other masks have it made on the device, with those of their group.
+  For a known mask, it is planned when the call is traced, with the equivalent slices that take the
+  least time. For other masks, the device makes it, together with the lists of the mask's group.
   """
   options: dict[str, Any] = {"softcap": call.config.softcap, "is_backward": call.is_backward}
   if call.is_backward:
@@ -165,6 +165,6 @@ def _tile_list(call: KernelCall, backend: Backend) -> DerivedOperand:
 
 
 def _group(operands: Operands) -> int:
-  """Query heads that share a kv head."""
+  """The number of query heads that share a kv head."""
   q, k = operands["q"], operands["k"]
   return int(q.shape[2] // k.shape[2])

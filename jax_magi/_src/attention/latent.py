@@ -1,4 +1,4 @@
-"""Attention whose keys and values are made of latents, and made again in the backward pass."""
+"""Attention whose keys and values are expanded from latents, again in the backward pass."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def latent_attention(
 
 
 def latent_leaves(latent: Any) -> tuple[tuple[jax.Array, ...], Any]:
-  """The arrays of a tree of latents, checked, and the tree."""
+  """Checks a tree of latents; returns its arrays and its structure."""
   found, treedef = jax.tree.flatten(latent)
   if not found:
     raise ValueError("latent must have at least one array")
@@ -80,7 +80,7 @@ def latent_leaves(latent: Any) -> tuple[tuple[jax.Array, ...], Any]:
 
 
 def check_kv(q: Any, kv: Any, length: int) -> None:
-  """What `expand` returned is k and v of so many rows, for these queries."""
+  """Checks that `expand` returned k and v of `length` rows that fit the queries."""
   if not isinstance(kv, (tuple, list)) or len(kv) != 2:
     raise ValueError(f"expand must return (k, v), got {type(kv).__name__}")
   k, v = kv

@@ -1,4 +1,4 @@
-"""The mask of a call as one value: its slices, and what is known of them when it is traced."""
+"""The mask of a call as one value: its slices, and their values if known at trace time."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class MaskOperand:
 
   Attributes:
     slices: int32 `[batch or 1, num_slices, 6]`.
-    known: the same as bytes, where they are known when the call is traced, and one for the batch.
+    known: the slices as bytes, if they are known when the call is traced and the batch shares them.
     all_slices: int32 `[batch or 1, num_slices of all calls, 6]`, if the tile lists of several calls
       are made together: the slices of each call, in order.
-    group: what these calls are; None if this is the only one.
+    group: describes these calls. None means that this call makes its list alone.
   """
 
   slices: Any
@@ -60,7 +60,7 @@ class MaskOperand:
 
   @classmethod
   def of_call(cls, slices: Any, *arrays: Any) -> MaskOperand:
-    """The mask of a call that takes these arrays, too; numpy slices may be known to kernels."""
+    """The mask of a call with these arrays. Kernels may use the values of numpy slices."""
     # Known slices are used only in compiled programs: in eager calls, each mask would compile anew.
     is_one = isinstance(slices, np.ndarray) and slices.shape[0] == 1
     if is_one and not all(map(is_eager, arrays)):
@@ -68,17 +68,17 @@ class MaskOperand:
     return cls(slices)
 
   def operands(self) -> Operands:
-    """By name, those that there are."""
+    """The operands of the mask, by name."""
     return {"slices": self.slices} | ({"all_slices": self.all_slices} if self.group else {})
 
   def table(self) -> np.ndarray | None:
-    """int32 `[num_slices, 6]`, if it is known and still one for the batch."""
+    """int32 `[num_slices, 6]`, if the slices are known and the batch shares them."""
     if self.known is None or self.slices.shape[0] != 1:
       return None
     return np.frombuffer(self.known, np.int32).reshape(-1, 6)
 
   def for_backward(self) -> MaskOperand:
-    """The same mask for the backward pass, whose kernels walk keys."""
+    """An equivalent mask for the backward pass, whose kernels iterate over key tiles."""
     table = self.table()
     if table is None or (grouped := grouped_by_keys(table)) is table:
       return self
@@ -87,13 +87,13 @@ class MaskOperand:
   def tiles(
     self, backend: Backend, operands: Operands, *, is_backward: bool, **options: Any
   ) -> Derived | None:
-    """Slices and a tile list for a backend's kernels, and its stamp; None if it is not known.
+    """Slices and a tile list for a backend's kernels, and its stamp; None if slices are unknown.
 
     Args:
-      backend: whose kernels are meant.
-      operands: of the call, by name, on all devices.
-      is_backward: which of the two operations it is.
-      **options: of `native.plan_tiles`.
+      backend: the backend.
+      operands: the operands of the call on all devices, by name.
+      is_backward: whether to plan the backward pass.
+      **options: options of `native.plan_tiles`.
     """
     table = self.table()
     if table is None:

@@ -1,4 +1,4 @@
-"""Joining attention over parts of the keys."""
+"""Merges attention over parts of the keys."""
 
 from __future__ import annotations
 

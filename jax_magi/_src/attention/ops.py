@@ -1,4 +1,4 @@
-"""Attention over a batch: forward, backward and delta, and the differentiable op made of them."""
+"""Attention over a batch: forward, backward, delta, and the differentiable op that uses them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def attention(
   sink: jax.Array,
   **terms: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`forward` with gradients, for operands as callers have them: any scale, mesh axes of any type.
+  """`forward` with gradients, for any softmax_scale and mesh axes of any type.
 
-  Slices may be numpy. Gradients are those of out and lse, for all operands but slices.
+  Slices may be numpy. out and lse are differentiable with respect to all operands except slices.
   """
   q, config = config.with_positive_scale(q)
   mask = MaskOperand.of_call(slices, q, k, v)
@@ -68,14 +68,14 @@ def _attention(
   sink: jax.Array,
   terms: Operands,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`terms` are the optional operands that there are, by name."""
+  """`terms` are the optional operands that are not None, by name."""
   return _forward_on_mesh(config, None, q, k, v, mask, sink, terms)
 
 
 def _forward_on_mesh(
   config: AttentionConfig, out_dtype: Any, *operands: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`forward` for operands that may lie on Explicit axes."""
+  """`forward` for operands that may be on Explicit axes."""
 
   def fun(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskOperand, sink: jax.Array, terms: Operands
@@ -145,7 +145,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 def _instantiated(cotangent: Any, like: jax.Array) -> Any:
-  """A gradient that is zero as an array, if JAX only says that it is."""
+  """A gradient as an array, also if JAX represents it as a symbolic zero."""
   if not isinstance(cotangent, SymbolicZero):
     return cotangent
   return vary_like(jnp.zeros(cotangent.shape, cotangent.dtype), like)
@@ -171,15 +171,16 @@ def forward(
     k: `[batch, k_len, num_kv_heads, head_dim]`.
     v: `[batch, k_len, num_kv_heads, value_dim]`.
     slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
-    sink: float32 `[batch, num_q_heads]`, one more logit in each row's softmax; -inf is none.
-    out_dtype: float32, for an `out` that is merged with others before it is rounded; None is q's.
-    running: the results of calls over other keys, in whose memory this call works where nothing
-      else uses it. A tile of queries that sees none of these keys costs nothing. With a float32
-      `out`, results are merged; omit `out_dtype` in the last such call, which rounds them. Only the
-      first call uses the sink. With a 16-bit `out`, each query must see keys in one of the calls
-      only: it is computed there, with the sink, and left as it is by the others. Terms are not
-      supported here.
-    **terms: by their names in `TERMS`; None is none.
+    sink: float32 `[batch, num_q_heads]`, one more logit in the softmax of each row; -inf for none.
+    out_dtype: float32 for an `out` that later calls merge before it is rounded. None means the
+      dtype of q.
+    running: the results of earlier calls over other keys. This call reuses their memory if nothing
+      else needs it, and query tiles that see none of its keys cost nothing. With a float32 `out`,
+      results are merged; omit `out_dtype` in the last call, which rounds them; and only the first
+      call uses the sink. With a 16-bit `out`, each query must see keys in only one of the calls.
+      That call computes the query, with the sink, and the other calls leave it unchanged. Terms are
+      not supported together with `running`.
+    **terms: terms by their names in `TERMS`. None means no term.
 
   Returns:
     out `[batch, q_len, num_q_heads, value_dim]`, lse `[batch, q_len, num_q_heads]` and max_logits
@@ -197,9 +198,10 @@ def forward(
 
 
 def delta(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> jax.Array:
-  """What `backward` has to know of the results: float32 `[batch, q_len, num_q_heads]`.
+  """delta = rowsum(dout * out) - dlse, float32 `[batch, q_len, num_q_heads]`, for `backward`.
 
-  With P = softmax(S), dS = P * (dP - rowsum(dout * out)); the gradient of lse adds P * dlse.
+  With P = softmax(S), dS = P * (dP - rowsum(dout * out)), to which the gradient of lse adds
+  P * dlse. So dS = P * (dP - delta).
   """
   # A fully masked row has no gradient, whatever the caller computed from its lse. The condition is
   # inside the sum, so that XLA compiles one kernel for all this if lse has no gradient.
@@ -224,26 +226,27 @@ def backward(
   running_dq: jax.Array | None = None,
   **terms: jax.Array | None,
 ) -> Results:
-  """Gradients of `forward`, from statistics that may be those of more keys than these.
+  """The gradients of `forward`. The statistics may cover more keys than this call.
 
   Args:
     config: see `AttentionConfig`.
     q: `[batch, q_len, num_q_heads, head_dim]`.
     k: `[batch, k_len, num_kv_heads, head_dim]`.
     v: `[batch, k_len, num_kv_heads, value_dim]`.
-    dout: `[batch, q_len, num_q_heads, value_dim]`, the gradient of out, in q's dtype.
-    lse: float32 `[batch, q_len, num_q_heads]`; of all keys, where k and v are a part of them.
-    delta: float32 `[batch, q_len, num_q_heads]`, as `delta` returns it, likewise.
+    dout: `[batch, q_len, num_q_heads, value_dim]`, the gradient of out, in the dtype of q.
+    lse: float32 `[batch, q_len, num_q_heads]`, over all keys, of which k and v may be a part.
+    delta: float32 `[batch, q_len, num_q_heads]`, as `delta` returns it, over all keys.
     slices: int32 `[batch or 1, num_slices, 6]`, or a `MaskOperand` of them.
-    wants: which of `TERMS` have a gradient, in their order.
-    grad_dtype: float32, for gradients that are summed before they are rounded; None is q's.
-    running_dq: a sum of dq over calls with other keys of the same queries, as `empty_dq_sum` makes
-      it and `finished_dq` takes it (dq_sum.py); there are then no terms.
+    wants: the names in `TERMS` whose gradients are requested, in their order.
+    grad_dtype: float32 for gradients that are summed before they are rounded. None means the dtype
+      of q.
+    running_dq: a sum of dq over calls with other keys of the same queries, made by `empty_dq_sum`
+      and read by `finished_dq` (dq_sum.py). Terms are not supported together with it.
     **terms: as in `forward`.
 
   Returns:
-    dq, dk, dv; and what is wanted, each like its operand. With `running_dq`, that sum with this
-    call's dq added, in its memory where nothing else uses it, takes the place of dq.
+    dq, dk, dv, and the requested gradients, each like its operand. With `running_dq`, the first
+    result is the new sum, in the memory of the old one if nothing else needs it.
   """
   dtype = q.dtype if grad_dtype is None else np.dtype(grad_dtype)
   mask = MaskOperand.of(slices)
@@ -257,7 +260,7 @@ def backward(
 
 
 def sink_probability(sink: jax.Array, lse: jax.Array) -> jax.Array:
-  """The part of each row's softmax that falls to the sink: `[batch, q_len, num_q_heads]`."""
+  """The probability of the sink in each row's softmax, `[batch, q_len, num_q_heads]`."""
   sink = sink[:, None, :]
   has_sink = sink != -jnp.inf
   # No intermediate value is NaN or infinite, which jax_debug_nans and jax_debug_infs would report.

@@ -1,4 +1,4 @@
-"""Rows of keys that no query sees: what is computed from them must not reach anything."""
+"""Rows of keys that no query sees. Values computed from them must not reach any result."""
 
 from __future__ import annotations
 

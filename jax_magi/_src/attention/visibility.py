@@ -1,4 +1,4 @@
-"""Which pairs `dot_product_attention` shows: all of its arguments that say so, intersected."""
+"""The visible pairs of `dot_product_attention`: the intersection of all its mask arguments."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def visible_slices(
   padding_id: int | None,
   mask: Any,
 ) -> tuple[Any, Any, Any]:
-  """Slices, and what they cannot say.
+  """Returns slices, and the parts of the mask that slices cannot represent.
 
   Args:
     shape: batch, num_q_heads, q_len, k_len.
     band: lo and hi, over positions in a row of the batch.
-    lengths: query_seq_lengths and key_value_seq_lengths, each of them may be None.
-    segments: segment_ids and kv_segment_ids, likewise.
-    max_segments: how many documents there may be.
+    lengths: query_seq_lengths and key_value_seq_lengths. Each may be None.
+    segments: segment_ids and kv_segment_ids. Each may be None.
+    max_segments: the largest number of documents in a row.
     padding_id: the number of padding.
     mask: an `AttentionMask`, one for each row of the batch, a boolean array, or None.
 
   Returns:
-    int32 `[batch or 1, num_slices, 6]`; a boolean array to be made a bias, or None; and bool
-    `[batch]`, where traced document numbers are broken, or None.
+    int32 slices `[batch or 1, num_slices, 6]`; a boolean array that must become a bias, or None;
+    and bool `[batch]`, True for rows whose traced document numbers are invalid, or None.
   """
   batch, _, q_len, k_len = shape
   sizes = batch, q_len, k_len
@@ -62,7 +62,7 @@ def visible_slices(
 def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
   """`bias`, or zeros of `dtype`, with -inf where the boolean array `visible` hides a pair.
 
-  It is as large as what both of them are broadcast to.
+  The result has the shape to which both broadcast.
   """
   visible = jnp.asarray(visible)
   bias = np.zeros((1, 1, 1, 1), dtype) if bias is None else bias
@@ -80,7 +80,7 @@ def hidden_by_bias(visible: Any, bias: Any, k_len: int, dtype: Any) -> Any:
 def _length_slices(
   sizes: tuple[Any, int, int], band: tuple[int, int], lengths: dict[str, Any]
 ) -> Any:
-  """One slice for each row of the batch, or one for all; None if it would show everything."""
+  """One slice for each row of the batch, or one for all; None if nothing is hidden."""
   batch, q_len, k_len = sizes
   given = {name: as_int32(name, x, (batch,)) for name, x in lengths.items() if x is not None}
   if not given:
@@ -102,7 +102,7 @@ def _length_slices(
 def _segment_slices(
   sizes: tuple[Any, int, int], segments: dict[str, Any], max_segments: Any, padding_id: Any
 ) -> tuple[Any, Any]:
-  """One slice for each document, and where numbers are broken; None if there are none."""
+  """One slice for each document, and which rows have invalid numbers; None without documents."""
   batch, q_len, k_len = sizes
   given = {
     name: as_ids(name, _with_batch(x), (batch, length))
@@ -136,14 +136,14 @@ def _segment_slices(
 
 
 def _with_batch(ids: Any) -> Any:
-  """Document numbers of a batch, by numpy where they are known."""
+  """Document numbers with a batch axis; known ones stay numpy."""
   known = known_value(ids)
   ids = ids if known is None else known
   return ids[None] if ids.ndim == 1 else ids
 
 
 def _mask_slices(mask: Any, shape: tuple[Any, int, int, int]) -> tuple[Any, Any]:
-  """Slices of the mask; or a boolean array `[1 or more, ...]` of four dimensions, or neither."""
+  """The slices of the mask, or a boolean array with four dimensions, or neither."""
   batch, _, q_len, k_len = shape
   if mask is None:
     return None, None
@@ -182,7 +182,7 @@ def _is_sequence_of_masks(mask: Any) -> bool:
 
 
 def _cover(dense: np.ndarray, shape: tuple[Any, int, int, int]) -> np.ndarray | None:
-  """Slices for a mask that is known, if they are few."""
+  """The slices of a known boolean mask, if there are few."""
   _, _, q_len, k_len = shape
   if dense.shape[1] > 1 and not (dense == dense[:, :1]).all():
     return None
