@@ -162,7 +162,7 @@ def test_bad_arguments_are_named(options, error, match):
 
 
 def test_what_cannot_be_bounded_is_named():
-  with pytest.raises(NotImplementedError, match="no bound for all packings; take 'zigzag'"):
+  with pytest.raises(NotImplementedError, match="no bound for all packings; use 'zigzag'"):
     Capacities.bound(64, 2, 4, dispatch="area")
   with pytest.raises(ValueError, match="planned on the host"):
     jax.jit(lambda ids: jax_magi.plan_batch(ids, cp_size=2, max_segments=2))(_PACKINGS[0])

@@ -146,7 +146,7 @@ def test_a_ragged_exchange_that_became_an_all_gather_is_rejected():
   lines += [start, _attention("b"), done]
   assert _by_name(*lines, computations=[_FUSED]) == {"all-gather-start": "ragged", "r": "ragged"}
   (fault,) = _faults(*lines, computations=[_FUSED])
-  assert fault.startswith("all-gather-start in main: XLA has made an all-gather")
+  assert fault.startswith("all-gather-start in main: XLA has turned a ragged exchange")
   assert "transport='two_level'" in fault
   assert not _faults(*lines, computations=[_UNKNOWN])
 
