@@ -215,7 +215,7 @@ def context_parallel_attention(
 def _without_plan(
   q: Any, k: Any, v: Any, segment_ids: Any, max_segments: Any, order: str, layout: Layout
 ) -> Placed:
-  """Document numbers, or none, that fit q and its mesh."""
+  """Places document numbers, or none, that fit q and its mesh."""
   length = int(q.shape[layout.has_batch])
   check_order(order, length, layout.cp_size)
   layout.check_rows({"q": q, "k": k, "v": v}, length, "of q", has_heads=True)

@@ -1,7 +1,7 @@
-"""Chunks of queries to ranks: work as even as possible, and as few rows moved as possible.
+"""Assigns chunks of queries to ranks, with even work and few rows to move.
 
-All of it is numpy on the host and depends on nothing but the arguments, so that every process finds
-the same answer on its own.
+Everything here is numpy on the host and depends only on the arguments, so every process finds the
+same assignment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def contiguous(num_chunks: int, cp_size: int) -> np.ndarray:
 
 
 def zigzag(num_chunks: int, cp_size: int) -> np.ndarray:
-  """Each rank gets the i-th block from the front and the i-th from the back."""
+  """The rank of each chunk, if each rank gets the i-th block from the front and from the back."""
   block = np.arange(num_chunks) // (num_chunks // (2 * cp_size))
   return np.minimum(block, 2 * cp_size - 1 - block).astype(np.int32)
 
@@ -58,18 +58,19 @@ def by_work(
   keys: tuple[np.ndarray, np.ndarray] | None = None,
   documents: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-  """int32 `[num_chunks]`, the rank of each chunk, in a few ways; all ranks have equally many.
+  """A few candidates: int32 `[num_chunks]`, the rank of each chunk, equally many for each rank.
 
-  The first is the best by the rows that are needed. Others may be better once these are padded:
-  `plan_choice.py` tells.
+  The first candidate is the best by the rows that are needed. With padding, another one may be
+  better; `plan_choice.py` decides.
 
   Args:
     chunks: units of one chunk.
-    cp_size: number of ranks; divides the number of chunks.
-    links: what rows cost.
-    ranks_per_node: neighbouring ranks that share a node; divides `cp_size`. None is all.
-    keys: bounds and ranks of chunks of keys; None if they go where the queries go.
-    documents: int64 `[num_chunks]`, the one that each chunk belongs to; None if there are none.
+    cp_size: the number of ranks, which divides the number of chunks.
+    links: the speeds that determine the cost of rows.
+    ranks_per_node: the number of neighbouring ranks that share a node, which divides `cp_size`.
+      None means all ranks.
+    keys: bounds and ranks of chunks of keys. None if keys are on the ranks of their queries.
+    documents: int64 `[num_chunks]`, the document of each chunk. None without documents.
   """
   width = ranks_per_node or cp_size
   if cp_size == 1:
@@ -111,13 +112,13 @@ def by_work(
 def _model(
   units: Units, cp_size: int, width: int, links: Links, keys: tuple[np.ndarray, np.ndarray] | None
 ) -> CostModel:
-  """What assignments to ranks cost."""
+  """The cost model of assignments to ranks."""
   rows = links.near_row, links.far_row
   return CostModel(units, cp_size, width, *rows, keys, expand_row=links.expand_row)
 
 
 def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
-  """Assignments that take no search: in order, largest first, and in two blocks if they fit."""
+  """Assignments without a search: in order, largest first, and zigzag if it fits."""
   candidates = [contiguous(len(chunks), cp_size), _largest_first(chunks.work, cp_size)]
   if len(chunks) % (2 * cp_size) == 0:
     candidates.append(zigzag(len(chunks), cp_size))
@@ -127,7 +128,7 @@ def _simple_candidates(chunks: Units, cp_size: int) -> list[np.ndarray]:
 def _near(
   chunks: Units, cp_size: int, width: int, links: Links, keys: tuple[np.ndarray, np.ndarray] | None
 ) -> np.ndarray:
-  """Neighbours stay together, as far as a search among ever smaller units finds."""
+  """An assignment by a search among ever smaller units, which keeps neighbours together."""
   levels = _levels(chunks, cp_size)
   num_nodes = cp_size // width
   nodes = np.zeros(len(levels[0]), np.int32)
@@ -153,7 +154,7 @@ def _near(
 
 
 def _levels(chunks: Units, cp_size: int) -> list[Units]:
-  """From the coarsest units to the finest that may be searched."""
+  """The levels of the search, from the coarsest units to the finest."""
   units = chunks
   while len(units) > _UNITS_OF_RANK * cp_size or units.begin.size > _MAX_RANGES:
     coarser = units.grouped(2, cp_size)
@@ -171,7 +172,7 @@ def _levels(chunks: Units, cp_size: int) -> list[Units]:
 def _refined(
   levels: list[Units], ranks: np.ndarray, make_model: Callable[[Units], CostModel]
 ) -> np.ndarray:
-  """The ranks of the finest units, from those of the coarsest."""
+  """Refines the ranks of the coarsest units to those of the finest."""
   for number, units in enumerate(levels):
     if number:
       ranks = _finer(ranks, levels[number - 1], units)
@@ -183,7 +184,7 @@ def _refined(
 
 
 def _split(units: Units, parts: np.ndarray, width: int) -> np.ndarray:
-  """Each part's units over `width` ranks, in order, with as many of each size for each rank."""
+  """Splits the units of each part over `width` ranks in order; ranks get equally many per size."""
   order = np.lexsort((units.sizes, parts))
   group = parts[order] * (units.sizes.max() + 1) + units.sizes[order]
   count = np.bincount(group)[group]
@@ -194,12 +195,12 @@ def _split(units: Units, parts: np.ndarray, width: int) -> np.ndarray:
 
 
 def _finer(ranks: np.ndarray, coarse: Units, fine: Units) -> np.ndarray:
-  """The ranks of the units that the coarse ones consist of."""
+  """The ranks of the finer units that coarse units consist of."""
   return ranks[np.searchsorted(coarse.bounds, fine.bounds[:-1], side="right") - 1]
 
 
 def _largest_first(work: np.ndarray, cp_size: int) -> np.ndarray:
-  """The largest chunk that is left goes to the rank with the least work that has room."""
+  """Assigns the largest remaining chunk to the rank with the least work among those with room."""
   room = len(work) // cp_size
   ranks = np.empty(len(work), np.int32)
   heap = [(0.0, room, rank) for rank in range(cp_size)]

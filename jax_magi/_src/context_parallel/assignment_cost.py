@@ -1,7 +1,7 @@
-"""What an assignment of chunks to ranks costs: work, and rows over the links that carry them.
+"""The cost of an assignment of chunks to ranks: work, and rows over each kind of link.
 
-A unit is a chunk of queries or a few neighbouring ones. All numbers of rows and all work are whole,
-so that sums are exact in any order, and every machine finds the same costs.
+A unit is a chunk of queries, or a few neighbouring ones. Rows and work are whole numbers, so sums
+are exact in any order, and every machine computes the same costs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Units:
   """Neighbouring chunks that stay together.
 
   Attributes:
-    sizes: int64 `[num_units]`, in chunks.
-    bounds: int64 `[num_units + 1]`, in tokens.
+    sizes: int64 `[num_units]`, the size of each unit in chunks.
+    bounds: int64 `[num_units + 1]`, the bounds of the units in tokens.
     work: float64 `[num_units]`.
-    begin: int64 `[num_units, num_ranges]`, of the ranges of keys that the unit needs: disjoint,
-      ascending, and then empty ones.
-    end: likewise.
+    begin: int64 `[num_units, num_ranges]`, the begins of the key ranges that each unit needs. The
+      ranges are disjoint and ascending, and empty ones come last.
+    end: int64 `[num_units, num_ranges]`, the ends of these ranges.
   """
 
   sizes: np.ndarray
@@ -50,7 +50,7 @@ class Units:
   def of_chunks(
     cls, work: np.ndarray, chunk_size: int, chunk: np.ndarray, begin: np.ndarray, end: np.ndarray
   ) -> Units:
-    """Each chunk alone; chunk number `chunk[i]` needs keys `begin[i]` to `end[i]`."""
+    """Units of one chunk each. Chunk number `chunk[i]` needs keys `begin[i]` to `end[i]`."""
     bounds = np.arange(len(work) + 1, dtype=np.int64) * chunk_size
     table = _table(len(work), *union(chunk, begin, end))
     return cls(np.ones(len(work), np.int64), bounds, work.astype(np.float64), *table)
@@ -60,15 +60,15 @@ class Units:
 
   @functools.cached_property
   def own_rows(self) -> np.ndarray:
-    """int64 `[num_units]`: keys in the place of a unit's queries that it needs."""
+    """int64 `[num_units]`: the number of keys at a unit's own positions that it needs."""
     begin = np.maximum(self.begin, self.bounds[:-1, None])
     end = np.minimum(self.end, self.bounds[1:, None])
     return np.maximum(end - begin, 0).sum(axis=1)
 
   def grouped(self, factor: int, cp_size: int) -> Units:
-    """Neighbours together, as many for each rank; the last units are left as they are.
+    """Groups neighbouring units, equally many for each rank. The last units stay as they are.
 
-    So there are as many units of each size as a multiple of the number of ranks, largest first.
+    The number of units of each size is then a multiple of the number of ranks, largest size first.
     """
     num_largest = int((self.sizes == self.sizes[0]).sum())
     num_whole = num_largest // cp_size // factor * cp_size
@@ -88,7 +88,7 @@ class Units:
 def _table(
   num_units: int, unit: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Sorted, disjoint ranges as `[num_units, num_ranges]`."""
+  """Arranges sorted, disjoint ranges as `[num_units, num_ranges]`."""
   gap = begin - np.append(0, end[:-1])
   gap[np.append(True, unit[1:] != unit[:-1])[: len(unit)]] = STRIDE  # Never closed.
   order = np.lexsort((-gap, unit))
@@ -108,7 +108,7 @@ def _table(
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-  """Of one assignment. Rows are float64, and whole.
+  """The costs of one assignment. Rows are whole numbers in float64.
 
   Attributes:
     load: `[num_ranks]`, work.
@@ -116,10 +116,10 @@ class Costs:
     sent: `[num_ranks]`, rows that leave for the same node.
     far_received: `[num_ranks]`, rows that arrive from other nodes.
     far_sent: `[num_ranks]`, rows that leave for other nodes.
-    total: `[num_ranks]`.
-    unit_sent: `[num_units]`, rows of a unit's keys that leave for the same node, or None if keys
-      are dispatched on their own.
-    unit_far_sent: likewise, for other nodes.
+    total: `[num_ranks]`, the cost of each rank.
+    unit_sent: `[num_units]`, rows of a unit's keys that leave for ranks of the same node. None if
+      keys have their own dispatch.
+    unit_far_sent: `[num_units]`, rows of a unit's keys that leave for other nodes.
   """
 
   load: np.ndarray
@@ -132,24 +132,24 @@ class Costs:
   unit_far_sent: np.ndarray | None
 
   def objective(self) -> float:
-    """The total of the most expensive rank, and a share of the mean."""
+    """The cost of the most expensive rank, plus a share of the mean cost."""
     return float(self.total.max() + _MEAN_SHARE * self.total.mean())
 
   def rows(self) -> float:
-    """Rows that a rank receives, on average."""
+    """The mean number of rows that a rank receives."""
     return float((self.received + self.far_received).mean())
 
   def imbalance(self) -> int:
-    """How far the largest work is above the mean, in steps of half a percent."""
+    """How far the largest work exceeds the mean, in steps of half a percent."""
     return int(200.0 * (self.load.max() / max(self.load.mean(), 1.0) - 1.0))
 
 
 class CostModel:
-  """Costs of assignments of `units` to ranks in nodes.
+  """Computes the costs of assignments of `units` to ranks in nodes.
 
-  A row that another node needs crosses to it once, to the rank that has the owner's place there,
-  and spreads from that rank. So inside a node, a rank gives the keys of all ranks that have its
-  place in their nodes, and gets all others that it needs.
+  A row that another node needs crosses to it once, to the rank with the owner's index in that node,
+  and spreads from there. Inside a node, a rank therefore sends the keys of all ranks with the same
+  index in their nodes, and receives all other keys that it needs.
   """
 
   def __init__(
@@ -163,7 +163,7 @@ class CostModel:
     tolerance: float = TOLERANCE,
     expand_row: float = 0.0,
   ) -> None:
-    """`keys` are bounds and ranks of chunks of keys; None if they go with the queries."""
+    """`keys` are bounds and ranks of chunks of keys; None if keys are with their queries."""
     self.units = units
     self.num_ranks, self.ranks_per_node = num_ranks, ranks_per_node
     self.num_nodes = num_ranks // ranks_per_node
@@ -179,7 +179,7 @@ class CostModel:
     self._ranges = unit[order], begin[order], units.end[unit, column][order]
 
   def least(self) -> float:
-    """No objective is below: as if work were even, and units that need as much were together."""
+    """A lower bound of the objective, for even work and units with equal needs on one rank."""
     load = self.units.work.sum() / self.num_ranks
     num_keys = int(self.key_bounds[-1])
     need = np.sort((self.units.end - self.units.begin).sum(axis=1))
@@ -198,7 +198,7 @@ class CostModel:
   def total(
     self, load: Any, received: Any, sent: Any, far_received: Any, far_sent: Any
   ) -> np.ndarray:
-    """What a rank costs. The two links work at the same time, and expansion at no other."""
+    """The cost of a rank. Both kinds of links work at the same time; expansion overlaps nothing."""
     moved = self.near_row * np.maximum(received, sent)
     if self.num_nodes > 1:
       moved = np.maximum(moved, self.far_row * np.maximum(far_received, far_sent))
@@ -207,7 +207,7 @@ class CostModel:
     return np.rint(total + self.expand_row * received)
 
   def costs(self, ranks: np.ndarray) -> Costs:
-    """`ranks` is the rank of each unit."""
+    """The costs of an assignment. `ranks` is the rank of each unit."""
     n, width = self.num_ranks, self.ranks_per_node
     load = np.bincount(ranks, self.units.work, n)
     owners = self.owners(ranks)
@@ -273,7 +273,7 @@ class CostModel:
 
 
 class Places:
-  """Chunks of keys by the place of their owner in its node."""
+  """Chunks of keys, by the index of their owner in its node (its place)."""
 
   def __init__(self, bounds: np.ndarray, place: np.ndarray) -> None:
     self._place = place
@@ -286,18 +286,18 @@ class Places:
     self._firsts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
 
   def before(self, place: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """How many keys of owners with that place lie before a position, plus a number of the place."""
+    """The number of keys of that place before a position, plus an offset for each place."""
     last = np.searchsorted(self._sorted, place * STRIDE + position, side="right") - 1
     last = np.maximum(last, self._firsts[place])
     inside = np.clip(position - self._begin[last], 0, self._size[last])
     return self._before[last] + inside
 
   def owned(self, place: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """How many keys from begin to end owners with that place have."""
+    """The number of keys from begin to end whose owners have that place."""
     return self.before(place, end) - self.before(place, begin)
 
   def summed(self, rows: np.ndarray) -> np.ndarray:
-    """`[num_nodes, num_places]` from `[num_nodes, num_key_chunks]`."""
+    """Sums `[num_nodes, num_key_chunks]` over places to `[num_nodes, num_places]`."""
     num_places = len(self._firsts)
     if len(rows) == 1:
       return np.bincount(self._place, rows[0], num_places)[None]

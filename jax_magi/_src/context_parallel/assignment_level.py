@@ -1,8 +1,8 @@
-"""Chunks exchanged inside nodes until each rank sends about as much to each other node.
+"""Exchanges chunks inside nodes until each rank sends about the same to each other node.
 
-Between nodes, every pair of ranks moves as many rows as the largest one does. So what counts is the
-largest number of rows that any rank has for any other node. Exchanges inside a node change no
-node's needs: only who of it sends what.
+Between nodes, every pair of ranks moves as many rows as the busiest pair. The cost is therefore the
+largest number of rows that any rank sends to any other node. Exchanges inside a node do not change
+the needs of nodes. They only change which rank of the node sends what.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_NODES = 16
 
 
 def levelled(model: CostModel, ranks: np.ndarray) -> np.ndarray:
-  """The rank of each unit, after exchanges. All units are of one size."""
+  """The rank of each unit after exchanges. All units have the same size."""
   if not 1 < model.num_nodes <= _MOST_NODES or model.ranks_per_node == 1:
     return ranks
   ranks = ranks.copy()

@@ -1,4 +1,4 @@
-"""Documents packed into nodes, and then into the ranks of each node.
+"""Packs documents into nodes, and then into the ranks of each node.
 
 A document is a part of the sequence that attends only to itself, so a document on a single rank
 needs no communication. Documents therefore stay whole where they fit, those with the most work
@@ -29,7 +29,7 @@ _LEAST_MISSING = 0.05
 
 
 def document_begins(slices: np.ndarray) -> np.ndarray:
-  """int64 `[num_documents]`, ascending: where each begins. The slices are not empty."""
+  """int64 `[num_documents]`, ascending: the first token of each document."""
   begin = np.minimum(slices[:, 0], slices[:, 2])
   end = np.maximum(slices[:, 1], slices[:, 3])
   order = np.argsort(begin, kind="stable")
@@ -38,13 +38,13 @@ def document_begins(slices: np.ndarray) -> np.ndarray:
 
 
 def packed(work: np.ndarray, document: np.ndarray, num_nodes: int, per_node: int) -> np.ndarray:
-  """int32 `[num_chunks]`: the rank of each chunk; all have equally many, and nearly the same work.
+  """int32 `[num_chunks]`: the rank of each chunk. Ranks have equally many chunks and similar work.
 
   Args:
     work: float64 `[num_chunks]`.
-    document: int64 `[num_chunks]`, the one that each chunk belongs to, or most of it.
-    num_nodes: how many there are.
-    per_node: ranks of each.
+    document: int64 `[num_chunks]`, the document to which each chunk, or most of it, belongs.
+    num_nodes: the number of nodes.
+    per_node: the number of ranks of each node.
   """
   ranks = np.empty(len(work), np.int32)
   nodes = _groups(work, document, num_nodes, _MOST_TRIALS)
@@ -55,7 +55,7 @@ def packed(work: np.ndarray, document: np.ndarray, num_nodes: int, per_node: int
 
 
 def _groups(work: np.ndarray, document: np.ndarray, num_groups: int, num_trials: int) -> np.ndarray:
-  """int64 `[num_chunks]`: the group of each chunk, equally many for each."""
+  """int64 `[num_chunks]`: the group of each chunk. Groups have equally many chunks."""
   order = np.argsort(document, kind="stable")
   bounds = np.flatnonzero(np.diff(document[order], prepend=-1))
   documents = np.split(order, bounds[1:])
@@ -84,7 +84,7 @@ def _filled(
   is_divided: np.ndarray,
   num_groups: int,
 ) -> np.ndarray:
-  """The group of each chunk, where it is known which documents are divided."""
+  """The group of each chunk, given the documents that are divided."""
   divided = [chunks for chunks, is_in in zip(documents, is_divided, strict=True) if is_in]
   groups = _Groups(work, num_groups, sum(map(len, divided)))
   rest = []
@@ -98,7 +98,7 @@ def _filled(
 
 
 def _runs(chunks: np.ndarray, num_groups: int) -> list[np.ndarray]:
-  """A divided document in parts that stay together, some for each group."""
+  """Cuts a divided document into runs of chunks, some for each group."""
   size = max(len(chunks) // (_RUNS_OF_GROUP * num_groups), 1)
   # Only runs of neighbours: chunks between them may be at other nodes.
   ends = np.flatnonzero(np.diff(chunks) != 1) + 1
@@ -113,7 +113,7 @@ class _Groups:
   """
 
   def __init__(self, work: np.ndarray, num_groups: int, num_later: int) -> None:
-    """`num_later` chunks come last, for which room is left where work is missing."""
+    """Reserves room for `num_later` chunks, which are added last, in groups that lack work."""
     self.group = np.full(len(work), -1)
     self._size = len(work) // num_groups
     self._mean = max(float(work.sum()) / num_groups, 1.0)
@@ -123,7 +123,7 @@ class _Groups:
     self._num_later = num_later
 
   def add_whole(self, chunks: np.ndarray) -> bool:
-    """Puts chunks into the emptiest group that has room for them, if there is one."""
+    """Adds chunks to the emptiest group that has room for all of them, if there is one."""
     free = self._free()
     load = (self._load + self._work[chunks].sum()) / self._mean
     fullness = np.maximum(load, 1.0 - (free - len(chunks)) / self._size)
@@ -137,7 +137,7 @@ class _Groups:
     return True
 
   def add_in_pieces(self, chunks: np.ndarray) -> None:
-    """Puts neighbouring chunks into groups, as many as there is room for in each."""
+    """Adds neighbouring chunks to groups, as many to each as it has room for."""
     while len(chunks):
       free = np.where(self._room > 0, self._free(), -np.inf)
       # The group with the least work among those with enough room, or else the one with most room.
@@ -148,7 +148,7 @@ class _Groups:
       chunks = chunks[count:]
 
   def add_each(self, runs: list[np.ndarray]) -> None:
-    """The run with the most work that is left goes to the group with the least that has room."""
+    """Adds the run with the most work first, to the group with the least work that has room."""
     loads = [float(self._work[run].sum()) for run in runs]
     heap = [(load, g) for g, load in enumerate(self._load.tolist())]
     heapq.heapify(heap)
@@ -167,7 +167,7 @@ class _Groups:
         heapq.heappush(heap, entry)
 
   def _free(self) -> np.ndarray:
-    """Chunks that there is room for beside those that come later."""
+    """The number of chunks that fit in each group in addition to the reserved ones."""
     missing = np.maximum(self._mean - self._load, 0.0) + _LEAST_MISSING * self._mean
     return self._room - self._num_later * missing / max(float(missing.sum()), 1.0)
 

@@ -1,4 +1,4 @@
-"""Exchanges units between pairs of ranks, all pairs at once, as long as that pays."""
+"""Exchanges units between pairs of ranks, many pairs at once, as long as that pays."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def improved(model: CostModel, ranks: np.ndarray) -> np.ndarray:
 
 
 def _of_both(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """The larger cost decides; then what both cost together."""
+  """The joint cost of two ranks: the larger one, plus a share of the sum."""
   return np.maximum(a, b) + _SHARE_OF_SUM * (a + b)
 
 
 def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-  """Pairs of ranks of a node to look at in a round."""
+  """The pairs of ranks of a node that are examined in a round."""
   nodes = total.reshape(-1, width)
   turn, kind = divmod(number, 4)
   if kind == 2:
@@ -97,7 +97,7 @@ def _pairs(total: np.ndarray, width: int, number: int) -> tuple[np.ndarray, np.n
 
 
 def _disjoint(gain: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """The indices of pairs that gain, largest gain first, in which each rank is at most once."""
+  """The indices of pairs with a gain, largest gain first, so that each rank occurs at most once."""
   used: set[int] = set()
   chosen = []
   order = np.argsort(-gain, kind="stable")
@@ -112,7 +112,7 @@ def _disjoint(gain: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _exchanges(
   model: CostModel, ranks: np.ndarray, costs: Costs, a: np.ndarray, b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """For each pair of ranks: what the best exchange seems to gain, and its two units."""
+  """For each pair of ranks: the estimated gain of the best exchange, and its two units."""
   members = np.argsort(ranks.astype(np.uint16), kind="stable").reshape(model.num_ranks, -1)
   num_units, num_ranges = members.shape[1], model.units.begin.shape[1]
   at_once = max(_MAX_ELEMENTS // (4 * num_units**2 * num_ranges), 1)
@@ -139,9 +139,9 @@ def _exchanges(
 def _after(
   model: CostModel, costs: Costs, places: Places, rank: np.ndarray, ours: np.ndarray
 ) -> np.ndarray:
-  """`[ranks, ours, theirs]`: what ranks cost if they give one of ours for one of theirs.
+  """`[ranks, ours, theirs]`: the cost of a rank that exchanges one of its units for another.
 
-  The second half of the ranks are the partners of the first.
+  The second half of the ranks are the partners of the first half.
   """
   theirs = np.roll(ours, len(ours) // 2, axis=0)
 
@@ -163,7 +163,7 @@ def _after(
 def _new_rows(
   model: CostModel, places: Places, rank: np.ndarray, ours: np.ndarray, theirs: np.ndarray
 ) -> np.ndarray:
-  """`[ranks, ours, theirs]`: rows that ranks receive more after an exchange."""
+  """`[ranks, ours, theirs]`: the additional rows that ranks receive after an exchange."""
   units = model.units
   place = (rank % model.ranks_per_node)[:, None]
 
@@ -196,7 +196,7 @@ class _Needed:
   """The keys that each rank needs, as segments between the ends of its units' ranges."""
 
   def __init__(self, ranges: tuple[np.ndarray, np.ndarray], num_units: int) -> None:
-    """`ranges` are begins and ends, `[ranks, units * ranges]`."""
+    """`ranges` are the begins and ends of key ranges, `[ranks, units * ranges]` each."""
     num_ranks, num_ranges = ranges[0].shape
     points = np.concatenate(ranges, axis=1)
     order = np.argsort(points, axis=1, kind="stable")
@@ -217,9 +217,10 @@ class _Needed:
   def shares(
     self, measure: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, end: np.ndarray
   ) -> tuple[np.ndarray, ...]:
-    """What single units alone need, in all and of each range; and what any unit needs of ranges.
+    """Returns three lengths: keys that only one unit needs, in total and in each range; and keys of
+    each range that any unit needs.
 
-    `measure` maps positions to those whose differences are lengths. The results are
+    `measure` maps positions to numbers whose differences are lengths. The results are
     `[ranks, units]`, `[ranks, units, other units]`, and `[ranks, ranges]`.
     """
     points = measure(self.points)
@@ -241,12 +242,12 @@ class _Needed:
     return table[:, -1, :-1], shared.transpose(0, 2, 1), self._covered(1, points, ends)
 
   def rows(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many keys from begin to end, `[ranks, ranges]`, some unit needs, and several do."""
+    """How many keys of each range, `[ranks, ranges]`, any unit needs, and several units need."""
     ends = [(self._index(x), x) for x in (begin, end)]
     return self._covered(1, self.points, ends), self._covered(2, self.points, ends)
 
   def _covered(self, least: int, points: np.ndarray, ends: Any) -> np.ndarray:
-    """What at least so many units need between two ends, each an index and a measure."""
+    """The length between two ends, each an index and a measure, that `least` units or more need."""
     is_in = self.count >= least
     before = np.zeros_like(points)
     np.cumsum(np.diff(points) * is_in[:, :-1], axis=1, out=before[:, 1:])
@@ -257,6 +258,6 @@ class _Needed:
     return end - begin
 
   def _index(self, position: np.ndarray) -> np.ndarray:
-    """The last point that is not behind each position."""
+    """The index of the last point at or before each position."""
     found = np.searchsorted(self._sorted, position + self._rank * STRIDE, side="right")
     return found - 1 - self._rank * self.points.shape[1]

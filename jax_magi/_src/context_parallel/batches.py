@@ -1,4 +1,4 @@
-"""Keys for a batch of packed documents, in a data loader."""
+"""Plans keys for a batch of packed documents, in a data loader."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def plan_batch(
   capacities: Any = None,
   **options: Any,
 ) -> Any:
-  """Keys for the rows of a batch, side by side: leaves `[batch, cp_size, ...]`.
+  """Plans one key for each row of a batch, as one stack with leaves `[batch, cp_size, ...]`.
 
-  For a data loader: numpy on the host, equal in every process, and nothing that cannot be sent
-  between processes. The batch axis comes first, so that the sharding of the batch and
-  `jax.tree.map(lambda x: x[:microbatch], key)` work on every leaf. `dispatch` takes one key; with
-  "zigzag", `x[:, zigzag_positions(length, cp_size)]` is the same for a batch of full length.
+  Call it in a data loader: it uses NumPy on the host, gives the same result in every process, and
+  keys can be sent between processes. The batch axis comes first, so that the sharding of the batch
+  and `jax.tree.map(lambda x: x[:microbatch], key)` work on every leaf. `dispatch` takes a single
+  key. With "zigzag", use `x[:, zigzag_positions(length, cp_size)]` for a batch of full length.
 
   Args:
     segment_ids: int `[batch, length]`, in the order of the sequence, as in
-      `AttentionMask.from_segment_ids`; so the next three.
-    cp_size: number of ranks: the size of the mesh axis.
-    max_segments: how many documents a row may have.
-    padding_id: the number of padding, or None.
-    causal: whether tokens see only those before them.
+      `AttentionMask.from_segment_ids`.
+    cp_size: the number of ranks, which is the size of the mesh axis.
+    max_segments: the largest number of documents in a row.
+    padding_id: the number of padding, or None, as in `AttentionMask.from_segment_ids`.
+    causal: whether tokens see only themselves and earlier tokens.
     window: (left, right) inside each document, or None. A dictionary of windows, for models whose
-      layers differ, gives a dictionary of keys with the same order of tokens.
-    dispatch: as in `magi_attn_flex_key`. With "area", rows of the batch are in different orders,
-      and capacities differ from batch to batch unless they are given.
-    capacities: room for every batch; a dictionary where windows are. None is `Capacities.bound`,
-      with which all batches of this shape share one compiled step; for "area", what this batch
-      needs.
-    **options: more arguments of `magi_attn_flex_key`, such as `transport` and `ranks_per_node`.
+      layers differ, returns a dictionary of keys with the same order of tokens.
+    dispatch: as in `magi_attn_flex_key`. With "area", each row of the batch has its own order, and
+      capacities differ from batch to batch unless you pass them.
+    capacities: the room for all batches; a dictionary if windows are one. None means
+      `Capacities.bound`, with which all batches of this shape share one compiled step. With "area",
+      None means the needs of this batch.
+    **options: further arguments of `magi_attn_flex_key`, such as `transport` and `ranks_per_node`.
 
   Returns:
     A `DistAttnKey`, or a dictionary of them.

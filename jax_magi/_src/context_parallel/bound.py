@@ -1,4 +1,4 @@
-"""How much any packing of documents can need of a key."""
+"""Upper bounds on the capacities that any packing of documents needs."""
 
 from __future__ import annotations
 

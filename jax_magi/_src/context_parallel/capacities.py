@@ -1,4 +1,4 @@
-"""What is static about a key: lengths, and how much a compiled step has room for."""
+"""The static part of a key: lengths, and the capacities of a compiled step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ class Capacities:
   collectives, a mask may need more runs than before; making its key then raises a `ValueError`.
 
   Attributes:
-    slices: slices of a rank and stage.
-    rows: for each transfer, rows of keys that a stage gets from it.
-    runs: ranges of neighbouring rows in them, and in what a rank sends.
-    hops: for each transfer, the collectives that it is made of, with their rows.
-    overlap_degree: into how many stages with a transfer keys of other ranks are split; 0 is none.
-    whole_rows: for each transfer, rows of keys of the forward stage after it, where each query is
-      computed in one stage, after its last keys came. None: results of stages are merged.
-    orders: of the steps of the forward and of the backward pass; None are the default ones.
+    slices: the number of slices of a rank in each stage.
+    rows: for each transfer, the number of key rows that its stage receives.
+    runs: the number of ranges of neighbouring rows that a rank sends, or that a stage receives.
+    hops: for each transfer, the collectives that it consists of, with their rows.
+    overlap_degree: the number of transfers with a stage of their own. 0 means one call over all
+      keys.
+    whole_rows: for each transfer, the number of key rows of the forward stage after it, if each
+      query is computed in one stage, after its last keys have arrived. None if the results of
+      stages are merged.
+    orders: the orders of steps in the forward and the backward pass. None means the default orders.
   """
 
   slices: int
@@ -74,18 +76,18 @@ class Capacities:
     overlap_degree: int = 1,
     **options: Any,
   ) -> Capacities:
-    """Room for any packing of a sequence, known before the first batch.
+    """Capacities with room for any packing of a sequence, known before the first batch.
 
     Args:
-      length: number of tokens.
-      cp_size: number of ranks.
-      max_segments: how many documents there may be.
+      length: the number of tokens.
+      cp_size: the number of ranks.
+      max_segments: the largest number of documents.
       window: (left, right) inside each document, or None.
-      dispatch: as in `magi_attn_flex_key`: "zigzag", "contiguous" or the rank of each chunk. "area"
-        has no bound, as it depends on the documents.
-      causal: whether tokens see only those before them.
+      dispatch: "zigzag", "contiguous" or the rank of each chunk, as in `magi_attn_flex_key`. "area"
+        has no bound, because it depends on the documents.
+      causal: whether tokens see only themselves and earlier tokens.
       overlap_degree: 0 or 1.
-      **options: more arguments of `magi_attn_flex_key`: `chunk_size`, `transport`,
+      **options: further arguments of `magi_attn_flex_key`: `chunk_size`, `transport`,
         `ranks_per_node`, `links`.
     """
     # Imported here, because planning imports this file.
@@ -129,12 +131,12 @@ def _largest(a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> tuple[int,
 
 
 def _levels(hops: tuple[Hop, ...]) -> list[tuple[str, bool]]:
-  """What hops must have in common."""
+  """The levels of hops, which must be equal in a union."""
   return [(hop.level, hop.kind == "ragged") for hop in hops]
 
 
 def _room_for_both(a: Hop, b: Hop) -> Hop:
-  """A hop that can do what either can."""
+  """A hop with room for both."""
   for hop in (a, b):
     if hop.kind == "all_gather":
       return hop
@@ -150,7 +152,7 @@ def _room_for_both(a: Hop, b: Hop) -> Hop:
 
 @dataclasses.dataclass(frozen=True)
 class KeySpec:
-  """What is static about a key."""
+  """The static part of a key."""
 
   q_len: int
   k_len: int
@@ -167,38 +169,38 @@ class KeySpec:
 
   @property
   def overlap_degree(self) -> int:
-    """Stages with a transfer."""
+    """The number of stages with a transfer."""
     return self.capacities.overlap_degree
 
   @property
   def num_transfers(self) -> int:
-    """Transfers of an attention, each way."""
+    """The number of transfers in each direction."""
     return max(self.overlap_degree, 1)
 
   @property
   def ranks(self) -> Ranks:
-    """Those of the mesh axis."""
+    """The ranks of the mesh axis, and their nodes."""
     return Ranks(self.cp_size, self.ranks_per_node)
 
   @property
   def levels(self) -> tuple[str, ...]:
-    """On which rows travel."""
+    """The levels on which rows travel."""
     return levels_of(self.transport, self.ranks)
 
   @property
   def near_first(self) -> bool:
-    """Whether the first transfer is of rows from the same node alone."""
+    """Whether the first transfer has only rows from the same node."""
     return is_near_first(self.levels, self.num_transfers)
 
 
 def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int) -> Capacities:
-  """Round numbers, so that similar masks have equal ones.
+  """Rounds capacities up, so that similar masks have equal ones.
 
   Args:
-    needed: of the mask.
-    chunks_of_rank: chunks of queries that a rank has.
-    k_local: keys that it has.
-    cp_size: number of ranks.
+    needed: the needs of the mask.
+    chunks_of_rank: the number of query chunks of a rank.
+    k_local: the number of keys of a rank.
+    cp_size: the number of ranks.
   """
   floor = 2 * chunks_of_rank  # Puts the simplest masks into one bucket.
   limit = cp_size * k_local
@@ -224,12 +226,12 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
 
 
 def rounded_rows(rows: Iterable[int], limit: int) -> tuple[int, ...]:
-  """Rows of the buffers of stages: powers of two, up to all rows that there are."""
+  """Rounds the rows of stage buffers up to powers of two, but not above the number of all rows."""
   return tuple(min(round_up(max(int(count), 1)), limit) for count in rows)
 
 
 def check_room(needed: Capacities, have: Capacities) -> None:
-  """Raises where a mask needs more than there is room for."""
+  """Raises a `ValueError` if a mask needs more than the capacities."""
   for name in ("slices", "runs", "rows", "whole_rows"):
     need, room = getattr(needed, name), getattr(have, name)
     if need is not None and np.any(np.array(need) > np.array(room)):
@@ -243,11 +245,11 @@ def check_room(needed: Capacities, have: Capacities) -> None:
 
 
 def round_up(count: int) -> int:
-  """To a power of two."""
+  """Rounds up to a power of two."""
   return 1 << max(count - 1, 0).bit_length()
 
 
 def _round_up_to_part(count: int, parts: int) -> int:
-  """To so many parts of a power of two: rows beyond what is needed are moved for nothing."""
+  """Rounds up to a multiple of 1/`parts` of a power of two, because unused rows are moved, too."""
   step = max(round_up(count) // parts, 1)
   return -(-count // step) * step

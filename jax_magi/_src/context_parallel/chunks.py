@@ -24,7 +24,7 @@ class Dispatch:
 
   @property
   def num_chunks(self) -> int:
-    """Of all ranks, those of padding included."""
+    """The number of chunks of all ranks, including padding."""
     return len(self.ranks)
 
   @property
@@ -34,7 +34,7 @@ class Dispatch:
 
   @property
   def local_length(self) -> int:
-    """Tokens of a rank, padding included."""
+    """The number of tokens of a rank, including padding."""
     return self.num_chunks // self.cp_size * self.chunk_size
 
   def local_begins(self) -> np.ndarray:
@@ -44,7 +44,7 @@ class Dispatch:
     return begins
 
   def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Begin, end, rank and local begin of neighbouring chunks that a rank has side by side."""
+    """Begin, end, rank and local begin of each run of neighbouring chunks on one rank."""
     first, last = joined(np.append(True, self.ranks[1:] != self.ranks[:-1]))
     begins = first * self.chunk_size
     ends = (last + 1) * self.chunk_size
@@ -52,6 +52,6 @@ class Dispatch:
 
 
 def num_chunks(length: int, chunk_size: int, cp_size: int, multiple: int = 1) -> int:
-  """Chunks that hold `length` tokens, equally many (and a multiple of `multiple`) on each rank."""
+  """The number of chunks for `length` tokens; each rank gets the same multiple of `multiple`."""
   of_rank = math.ceil(length / (chunk_size * cp_size * multiple)) * multiple
   return max(of_rank, multiple) * cp_size

@@ -1,4 +1,4 @@
-"""Tokens into the order of ranks and back, and what depends on that order."""
+"""Sorts tokens into the order of ranks and back, with positions and labels in that order."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def undispatch(x: Any, key: DistAttnKey, *, role: str = "q") -> Any:
 
 
 def get_position_ids(key: DistAttnKey, *, role: str = "q") -> Any:
-  """The place of each row in the sequence, for rotary embeddings. Padding is behind the sequence.
+  """The position of each row in the sequence, for rotary embeddings. Padding comes after the end.
 
   Args:
     key: the plan, for all ranks; or the rank's part of it, inside `shard_map`.
@@ -204,7 +204,7 @@ def _roll_local(x: Any, key: DistAttnKey, *, shift: int, axis_name: str, role: s
 
 
 def check_axis(name: str, key: DistAttnKey, axis_name: str) -> int:
-  """The size of the mesh axis, which must be there, and be the key's."""
+  """The size of the mesh axis. Checks that the axis exists and has the size of the key."""
   try:
     size = lax.axis_size(axis_name)
   except NameError:
@@ -224,13 +224,13 @@ def _is_prng_key(x: Any) -> bool:
 
 
 def _of_key_data(fun: Callable[..., Any], x: Any, key: DistAttnKey, role: str) -> Any:
-  """PRNG keys in another order; those of padding are made of zeros."""
+  """Reorders PRNG keys. The keys of padding are made of zeros."""
   data = fun(jax.random.key_data(x), key, role=role)
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
 def _check_pad_value(value: Any, dtype: Any) -> Any:
-  """A value that rows of this dtype can hold: `xp.pad` would truncate 0.5 to an integer."""
+  """Checks a scalar that rows of this dtype can hold: `xp.pad` would truncate 0.5 to an integer."""
   if isinstance(value, jax.core.Tracer):
     return value
   found = np.asarray(value)
@@ -243,19 +243,19 @@ def _check_pad_value(value: Any, dtype: Any) -> Any:
 
 
 def _on_mesh(fun: Callable[..., Any], x: Any, key: Any, length: int) -> Any:
-  """`fun(x, key)`, of this length, for arrays that may be split over Explicit axes."""
+  """`fun(x, key)`, whose result has this length, for arrays that may be on Explicit axes."""
   if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((x, key))):
     return fun(x, key)
   return with_auto_axes(fun, (x, key), lambda: resized_spec(x, length))(x, key)
 
 
 def _library(*arrays: Any) -> Any:
-  """Numpy where all are numpy's."""
+  """numpy if all arrays are numpy arrays, or else jax.numpy."""
   return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
 
 
 def _side(key: Any, role: str) -> tuple[Any, int, int]:
-  """Chunks, length and chunk size of queries or keys."""
+  """The chunks, the length and the chunk size of queries or keys."""
   spec = check_key(key).spec
   if check_choice("role", role, ("q", "k")) == "q":
     return key.q_chunks, spec.q_len, spec.q_chunk_size

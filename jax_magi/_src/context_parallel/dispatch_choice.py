@@ -1,4 +1,4 @@
-"""Which rank holds which chunk: what a caller asks for, or what evens out the work."""
+"""Decides which rank holds which chunk: as the caller says, or so that work is even."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALLEST_CHUNK = 128
 
 
 def dispatch_keys(k_len: int, cp_size: int) -> Dispatch:
-  """Keys of cross-attention, in order."""
+  """The dispatch of the keys of cross-attention, in order."""
   size = _chunk_size("total_seqlen_k", None, k_len, cp_size)
   count = num_chunks(k_len, size, cp_size)
   return Dispatch(k_len, size, cp_size, assignment.contiguous(count, cp_size))
@@ -40,18 +40,16 @@ def dispatch_queries(
   keys: Dispatch | None,
   links: Links,
 ) -> tuple[ChunkPieces, list[Dispatch]]:
-  """The mask cut by chunks, and queries over ranks, in ways to choose from.
-
-  Keys are where the queries are if `keys` is None.
+  """The mask cut by chunks, and candidates for the dispatch of queries.
 
   Args:
-    slices: of the mask, int32 `[num_slices, 6]`.
-    length: number of queries.
-    ranks: of the axis, and their nodes.
+    slices: int32 `[num_slices, 6]`, the slices of the mask.
+    length: the number of queries.
+    ranks: the ranks of the axis, and their nodes.
     chunk_size: as in `magi_attn_flex_key`.
-    dispatch: likewise.
-    keys: where keys are, if they are dispatched on their own.
-    links: what moving a row costs.
+    dispatch: as in `magi_attn_flex_key`.
+    keys: the dispatch of keys. None if keys are with their queries.
+    links: the speeds that determine the cost of rows.
   """
   cp_size = ranks.count
   if not isinstance(dispatch, str):
@@ -84,18 +82,16 @@ def assign_by_area(
   links: Links,
   ranks_per_node: int | None = None,
 ) -> list[np.ndarray]:
-  """int32: the rank of each chunk of queries, and of the keys of the same number if keys is None.
-
-  There are several, the most promising first.
+  """Candidates for the rank of each chunk, int32 `[num_chunks]`, the most promising first.
 
   Args:
-    pieces: of the mask, by chunks of queries.
-    q_len: number of queries.
-    chunk_size: of queries.
-    cp_size: number of ranks.
-    keys: where keys are, if they are dispatched on their own.
-    links: what moving a row costs.
-    ranks_per_node: neighbouring ranks that share a node; None is all.
+    pieces: the pieces of the mask, by chunks of queries.
+    q_len: the number of queries.
+    chunk_size: the number of queries of a chunk.
+    cp_size: the number of ranks.
+    keys: the dispatch of keys. None if keys are with their queries.
+    links: the speeds that determine the cost of rows.
+    ranks_per_node: the number of neighbouring ranks that share a node. None means all ranks.
   """
   count = num_chunks(q_len, chunk_size, cp_size)
   work = np.bincount(pieces.chunk, area_of(pieces.slices), count)
@@ -111,7 +107,7 @@ def assign_by_area(
 
 
 def _documents(pieces: ChunkPieces, order: np.ndarray, chunk_begins: np.ndarray) -> np.ndarray:
-  """int64 `[num_chunks]`: the document of each; of several, that of the last piece in `order`."""
+  """int64 `[num_chunks]`: the document of each chunk, or that of the last piece in `order`."""
   begins = document_begins(pieces.slices)
 
   def document(position: np.ndarray) -> np.ndarray:
@@ -123,7 +119,7 @@ def _documents(pieces: ChunkPieces, order: np.ndarray, chunk_begins: np.ndarray)
 
 
 def _chunk_size(name: str, size: Any, length: int, cp_size: int) -> int:
-  """The given size, if each rank gets a chunk, or one that fits."""
+  """Checks the given chunk size, or chooses one."""
   if size is not None:
     size = check_positive("chunk_size", size)
     if length < size * cp_size:

@@ -1,4 +1,4 @@
-"""Rows of keys and values to the ranks that need them, and their gradients back."""
+"""Moves rows of keys and values to the ranks that need them, and their gradients back."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from jax_magi._src.transforms.varying import vary_like
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-  """One transfer of a rank: group-cast of rows to a stage's buffer, group-reduce of what returns.
+  """One transfer of a rank: group-cast of rows to a stage's buffer, and group-reduce of gradients.
 
-  A cast goes hop by hop: `packed` is what a rank sends, `move` the communication, and what arrives
-  is one more part of what the next hop takes from, after the rank's own rows. A reduce goes the
-  same way back, with a gradient for each part.
+  A cast proceeds hop by hop: `packed` makes the rows that a rank sends, and `move` is the
+  communication. The next hop takes rows from the rank's own rows and from everything that has
+  arrived. A reduce goes the same way back, with a gradient for each of these parts.
 
   Attributes:
-    spec: of the key.
+    spec: the spec of the key.
     axis_name: the mesh axis.
-    number: which of the key's transfers.
-    send_runs: for each hop, as in the key, of this rank and transfer; so the next two.
-    take_runs: see above.
-    pairs: see above.
-    whole_runs: see above; None where the key has none.
+    number: the index of the transfer.
+    send_runs: for each hop, the part of the key's `send_runs` for this rank and transfer.
+    take_runs: the part of the key's `take_runs`.
+    pairs: for each hop, the part of the key's `pairs`.
+    whole_runs: the part of the key's `whole_runs`. None if the key has none.
   """
 
   spec: KeySpec
@@ -53,18 +53,18 @@ class Transfer:
 
   @property
   def hops(self) -> tuple[Hop, ...]:
-    """What it is made of."""
+    """The hops of the transfer."""
     return self.spec.capacities.hops[self.number]
 
   def cast(self, x: Any) -> Any:
-    """A rank's rows `[k_local, ...]` to the rows of a stage's buffer, of all ranks."""
+    """Turns the ranks' rows `[k_local, ...]` into the rows of a stage's buffer."""
     parts = [x]
     for hop in range(len(self.hops)):
       parts.append(self.move(hop, self.packed(hop, parts)))
     return self.unpacked(parts)
 
   def reduce(self, dx: Any, dtype: Any, deterministic: bool) -> Any:
-    """Gradients of what `cast` returned to those of what it took: the sum over ranks."""
+    """Turns gradients of the result of `cast` into gradients of its operand, summed over ranks."""
     parts = self.parted(dx)
     for hop in reversed(range(len(self.hops))):
       back = self.move_back(hop, self.packed_back(parts, dtype))
@@ -74,25 +74,25 @@ class Transfer:
   # --- the steps of a cast ---
 
   def packed(self, hop: int, parts: Sequence[Any]) -> Any:
-    """What a rank sends in a hop, of its own rows and what earlier hops brought."""
+    """The rows that a rank sends in a hop: its own, and those that earlier hops brought."""
     if (sent := self._gathered_rows(hop)) is not None:
       return parts[0][sent]
     return _rows_of(self._sources(hop, parts), self._send_index(hop))
 
   def move(self, hop: int, sent: Any, *, is_exposed: bool = False) -> Any:
-    """The communication of a hop, and nothing else; exposed where no kernel runs beside it."""
+    """The communication of a hop, and nothing else. It is exposed if no kernel overlaps with it."""
     with self._scope(hop, is_exposed):
       return move(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
   def unpacked(self, parts: Sequence[Any]) -> Any:
-    """A stage's buffer, of what arrived and, where there are no stages, of the rank's own rows."""
+    """A stage's buffer, from the rows that arrived and, with degree 0, the rank's own rows."""
     return _rows_of(self._stage_sources(parts), self._take_index)
 
   def unpacked_whole(self, parts: Sequence[Sequence[Any]]) -> Any:
     """The buffer of a forward stage that computes whole queries.
 
     Args:
-      parts: the rank's own rows and what arrived, of each transfer up to this one.
+      parts: the rank's own rows, and the rows that arrived in each transfer up to this one.
     """
     begins = np.cumsum([0, self.spec.k_local])
     for hops in self.spec.capacities.hops[: self.number + 1]:
@@ -107,7 +107,7 @@ class Transfer:
   # --- the steps of a reduce ---
 
   def parted(self, dx: Any) -> tuple[Any, ...]:
-    """A buffer's gradients, as those of what `unpacked` took: None for own rows not among it."""
+    """Turns gradients of a buffer into those of the operands of `unpacked`; None if unused."""
     lengths = [self.spec.k_local if not self.spec.overlap_degree else 0]
     lengths += [int(block_begins(hop, self.spec.ranks)[-1]) for hop in self.hops]
     parts: list[Any] = []
@@ -127,18 +127,18 @@ class Transfer:
     return tuple(parts)
 
   def packed_back(self, parts: Sequence[Any], dtype: Any) -> Any:
-    """What a rank sends back in a hop: the gradients of what it brought, in the wire's dtype."""
+    """The gradients that a rank sends back in a hop, in the dtype of the wire."""
     return parts[-1].astype(dtype)
 
   def move_back(self, hop: int, sent: Any, *, is_exposed: bool = False) -> Any:
-    """The communication of a hop, backwards."""
+    """The communication of a hop in the opposite direction."""
     with self._scope(hop, is_exposed):
       return move_back(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
 
   def added(
     self, hop: int, parts: Sequence[Any], back: Any, deterministic: bool
   ) -> tuple[Any, ...]:
-    """The parts that a hop took from, with what came back added in float32."""
+    """The parts that a hop took rows from, with the returned gradients added in float32."""
     *parts, last = parts
     back = back.astype(last.dtype)
     if (sent := self._gathered_rows(hop)) is not None:
@@ -165,7 +165,7 @@ class Transfer:
   def _summed(
     self, hop: int, total: jax.Array, index: jax.Array, back: jax.Array, deterministic: bool
   ) -> jax.Array:
-    """Each row of what came back, added to the one that it is the gradient of."""
+    """Adds each returned gradient to the row that it belongs to."""
     if not deterministic:
       return total.at[index].add(back, mode="drop")
     # Add one block after the other. A block contains each row at most once.
@@ -187,7 +187,7 @@ class Transfer:
   # --- where rows are ---
 
   def _takes_own_rows(self, hop: int) -> bool:
-    """Whether a hop may send a rank's own rows: not after those of a node had a stage alone."""
+    """Whether a hop may send own rows: not if rows of the same node have a separate stage."""
     return hop == 0 or not self.spec.near_first
 
   def _sources(self, hop: int, parts: Sequence[Any]) -> Sequence[Any]:
@@ -197,7 +197,7 @@ class Transfer:
     return parts[1:] if self.spec.overlap_degree else parts
 
   def _gathered_rows(self, hop: int) -> slice | None:
-    """Its own rows that a rank gives to an all-gather."""
+    """The range of its own rows that a rank contributes to an all-gather."""
     this = self.hops[hop]
     return slice(this.begin, this.begin + this.rows[0]) if this.kind == "all_gather" else None
 
@@ -215,14 +215,14 @@ class Transfer:
     )
 
   def _source_begins(self, hop: int, own: list[int]) -> np.ndarray:
-    """Where the blocks of what a hop takes from begin: own rows, and those of hops before it."""
+    """The begins of the blocks that a hop takes rows from: own rows, and those of earlier hops."""
     sizes = [np.array(own)]
     sizes += [np.diff(block_begins(before, self.spec.ranks)) for before in self.hops[:hop]]
     return np.concatenate([[0], np.cumsum(np.concatenate(sizes))[:-1]])
 
 
 def transfers_of(key: DistAttnKey, axis_name: str) -> list[Transfer]:
-  """Of one rank, from its part of a key."""
+  """The transfers of one rank, from its part of a key."""
   levels = key.spec.levels
   found = []
   for t, hops in enumerate(key.spec.capacities.hops):
@@ -237,14 +237,14 @@ def transfers_of(key: DistAttnKey, axis_name: str) -> list[Transfer]:
 
 
 def _expanded(runs: Any, to_begins: np.ndarray, from_begins: np.ndarray, length: int) -> Any:
-  """int32 `[length]`: the place that each row is taken from, out of all bounds where there is none.
+  """int32 `[length]`: the index that each row is taken from, out of bounds if there is none.
 
   Args:
-    runs: int32 `[n, 4]`, ascending: from this block and place on, the rows from that block and
-      place on.
-    to_begins: where blocks begin.
-    from_begins: likewise, of what is taken from.
-    length: rows of the result.
+    runs: int32 `[n, 4]`, ascending (to_block, to_place, from_block, from_place): from this place
+      on, rows are taken from that place on.
+    to_begins: the begins of the blocks of the result.
+    from_begins: the begins of the blocks that rows are taken from.
+    length: the number of rows of the result.
   """
   to_block, to_place, from_block, from_place = (runs[:, i] for i in range(4))
   to = jnp.asarray(to_begins, np.int32)[to_block] + to_place
@@ -274,13 +274,13 @@ def _at(x: Any, index: Any) -> Any:
 
 
 def _within(index: Any, length: int) -> Any:
-  """An index, out of all bounds where it is not in an array of that length; all are unique."""
+  """The index, or a unique index out of bounds for rows that are not in an array of that length."""
   places = np.arange(len(index), dtype=np.int32)
   return jnp.where((index >= 0) & (index < length), index, NOWHERE + places)
 
 
 def _rows_of(parts: Sequence[Any], index: Any) -> Any:
-  """Rows of several arrays, as if they were one; zeros for an index out of their bounds."""
+  """Takes rows from several arrays as if concatenated; zeros for indices out of bounds."""
   result, begin = None, 0
   for part in parts:
     if length := part.shape[0]:  # jnp.take does not accept empty arrays.

@@ -1,4 +1,4 @@
-"""Attention without a plan: each rank gathers all keys, and finds its slices in the graph."""
+"""Attention without a plan: each rank gathers all keys, and computes its slices in the step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAMES = ("segment_ids", "segment_ids")
 
 
 def zigzag_positions(length: int, cp_size: int) -> np.ndarray:
-  """The place of each row in the sequence, int32 `[length]`, in the order "zigzag".
+  """The position of each row in the sequence, int32 `[length]`, in the order "zigzag".
 
-  The sequence is cut into `2 * cp_size` blocks; rank r has block r and, counted from the back,
-  block r. `x[:, zigzag_positions(...)]` brings `[batch, length]` into this order; the numbers
-  are also positions for rotary embeddings, and `np.argsort` of them is the way back.
-  `dispatch="zigzag"` of a key, and MaxText's load-balanced context parallelism, have this order.
+  The sequence is cut into `2 * cp_size` blocks. Rank r has block r from the front and block r from
+  the back. `x[:, zigzag_positions(...)]` brings `[batch, length]` into this order, and `np.argsort`
+  of the positions inverts it. The positions also serve for rotary embeddings. Keys with
+  `dispatch="zigzag"` and MaxText's load-balanced context parallelism use the same order.
   """
   check_length("length", length)
   if check_length("cp_size", cp_size) == 0 or length % (2 * cp_size):
@@ -49,7 +49,7 @@ def _blocks(order: str, cp_size: int) -> np.ndarray:
 
 
 def check_order(order: str, length: int, cp_size: int) -> str:
-  """The order has equal blocks of the sequence."""
+  """Checks that the sequence can be cut into equal blocks in this order."""
   check_choice("order", order, ORDERS)
   multiple = _blocks(order, cp_size).size
   if length == 0 or length % multiple:
@@ -82,19 +82,19 @@ def attend_gathered(
 
   Args:
     q: `[local, num_q_heads, head_dim]`, rows in the order `order`.
-    k: `[local, num_kv_heads, head_dim]`, likewise.
-    v: `[local, num_kv_heads, value_dim]`, likewise.
+    k: `[local, num_kv_heads, head_dim]`, rows in the order `order`.
+    v: `[local, num_kv_heads, value_dim]`, rows in the order `order`.
     segment_ids: int32 `[local]`, or None for a single document.
     sink: as in `attention`.
     axis_name: the mesh axis.
     order: one of `ORDERS`.
-    max_segments: as in `AttentionMask.from_segment_ids`; so the next three.
-    padding_id: see above.
-    causal: see above.
-    window: see above.
+    max_segments: as in `AttentionMask.from_segment_ids`.
+    padding_id: as in `AttentionMask.from_segment_ids`.
+    causal: as in `AttentionMask.from_segment_ids`.
+    window: as in `AttentionMask.from_segment_ids`.
     keep_remote_kv: whether all keys stay in memory until the backward pass.
-    reduce_max_logits: whether maxima are those of all ranks.
-    return_max_logits: whether to return any.
+    reduce_max_logits: whether maxima are reduced over all ranks.
+    return_max_logits: whether to return maxima.
     **options: as in `attention`.
 
   Returns:
@@ -138,7 +138,7 @@ def _one_document(length: int, causal: Any, window: Any) -> AttentionMask:
 
 
 def _rows_of(mask: AttentionMask, own: jax.Array, local: int) -> AttentionMask:
-  """The mask of a rank's queries, which are these blocks of the sequence, over all keys."""
+  """The mask of a rank's queries, given by the blocks of the sequence, over all keys."""
   size, k_len = local // own.shape[0], mask.k_len
   parts = []
   for i in range(own.shape[0]):
@@ -149,7 +149,7 @@ def _rows_of(mask: AttentionMask, own: jax.Array, local: int) -> AttentionMask:
 
 
 def _in_sequence(x: Any, blocks: np.ndarray) -> jax.Array:
-  """Rows of all ranks, in the order of the sequence."""
+  """Sorts the rows of all ranks into the order of the sequence."""
   if (np.diff(blocks.ravel()) == 1).all():
     return x
   x = x.reshape(blocks.size, -1, *x.shape[1:])
@@ -158,7 +158,7 @@ def _in_sequence(x: Any, blocks: np.ndarray) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(x: jax.Array, axis_name: str) -> jax.Array:
-  """Rows of all ranks. Their gradients are summed over ranks in float32, and rounded once."""
+  """Gathers the rows of all ranks. Gradients are summed over ranks in float32, and rounded once."""
   rows: jax.Array = lax.all_gather(x, axis_name, tiled=True)
   return rows
 

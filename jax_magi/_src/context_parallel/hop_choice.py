@@ -1,4 +1,4 @@
-"""Which collective a hop is, from the rows that each rank sends to each of its group."""
+"""Chooses the collective of a hop, from the rows that each rank sends to each other rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SHIFTS = {ALL: 2, NODE: 1, LOCAL: 1}
 
 
 def cheapest_hop(level: str, size: np.ndarray, ranks: Ranks, *, permutes: bool = True) -> Hop:
-  """The one that moves least, for rows `[sender, group size]`."""
+  """The hop that moves the fewest rows, for rows `[sender, group size]`."""
   most = int(size.max(initial=0))
   shifts = _by_shift(size, level, ranks)
   used = np.flatnonzero(shifts)
@@ -27,12 +27,12 @@ def cheapest_hop(level: str, size: np.ndarray, ranks: Ranks, *, permutes: bool =
 
 
 def cheapest_rows(level: str, size: np.ndarray, ranks: Ranks) -> int:
-  """Rows that it moves, padding included."""
+  """The number of rows that the cheapest hop moves, including padding."""
   return moved_rows(cheapest_hop(level, size, ranks), ranks)
 
 
 def hop_like(hop: Hop, size: np.ndarray, ranks: Ranks) -> Hop:
-  """A hop of a given kind, with the rows that are needed."""
+  """A hop of the same kind, with the rows that are needed."""
   if hop.kind == "all_gather":
     return hop
   if hop.kind != "permute":
@@ -48,7 +48,7 @@ def hop_like(hop: Hop, size: np.ndarray, ranks: Ranks) -> Hop:
 
 
 def _by_shift(sizes: np.ndarray, level: str, ranks: Ranks) -> np.ndarray:
-  """The most rows that any rank sends to the one that many places further on in its group."""
+  """For each shift, the most rows that any rank sends that many places ahead in its group."""
   group = ranks.group_size(level)
   index = ranks.index(level, np.arange(ranks.count))
   peers = (index[:, None] + np.arange(group)[None]) % group
