@@ -1,14 +1,15 @@
 """How rows travel: the collectives that a transfer is made of.
 
-A transfer takes one hop, or two where ranks share nodes: a row first crosses to each node that
-needs it, once, to the rank with the same place in that node, and then spreads inside the node.
+A transfer takes one hop, or two if several ranks share a node. With two hops, a row first crosses
+once to each node that needs it, to the rank with the same index in that node. From there, it
+spreads inside the node.
 
     one level     owner --(all)--> every rank that needs the row
     two levels    owner --(node)--> the relay of each node --(local)--> the ranks of that node
 
-A hop is one collective, or a few, among groups of ranks. What a rank sends is an array of rows in
-blocks, one for each rank of its group; what arrives is laid out in the same way. Blocks are as long
-as their capacity, whatever part of them is used: shapes are static, and a new mask is only data.
+A hop is one collective, or a few, among groups of ranks. A rank sends an array of rows in blocks,
+one block for each rank of its group, and receives rows in the same layout. The length of a block is
+its capacity, even if only a part of it is used: shapes are static, and a new mask is only data.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _UPDATES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-  """One collective of a transfer: what is static about it.
+  """The static part of one collective of a transfer.
 
   Attributes:
-    level: "all", "node" or "local": among which ranks.
-    kind: "all_to_all": a block of `rows[0]` for each rank of the group. "permute": a block of
-      `rows[i]` for the rank `shifts[i]` places further on. "ragged": as all_to_all, but only rows
-      that are needed move. "all_gather": one block of `rows[0]` that goes to all.
-    rows: capacities, see above.
-    shifts: of a permute.
-    begin: of an all-gather, the first of a rank's own rows that it gives.
+    level: the groups of ranks that exchange rows: "all", "node" or "local".
+    kind: "all_to_all" sends a block of `rows[0]` rows to each rank of the group. "permute" sends a
+      block of `rows[i]` rows to the rank `shifts[i]` places ahead. "ragged" is like "all_to_all",
+      but moves only the needed rows. "all_gather" sends one block of `rows[0]` rows to all ranks.
+    rows: the capacities of the blocks.
+    shifts: the shifts of a permutation.
+    begin: for an all-gather, the first of the rank's own rows that it sends.
   """
 
   level: str
@@ -55,59 +56,59 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-  """The ranks of a mesh axis, `per_node` neighbours of which share a node."""
+  """The ranks of a mesh axis. Each `per_node` neighbours share a node."""
 
   count: int
   per_node: int
 
   @property
   def num_nodes(self) -> int:
-    """How many nodes there are."""
+    """The number of nodes."""
     return self.count // self.per_node
 
   def group_size(self, level: str) -> int:
-    """Ranks that a hop of this level is among."""
+    """The number of ranks in a group of this level."""
     return {ALL: self.count, NODE: self.num_nodes, LOCAL: self.per_node}[level]
 
   def groups(self, level: str) -> list[list[int]] | None:
-    """`axis_index_groups` of that level's collectives."""
+    """The `axis_index_groups` of collectives on this level."""
     if level == ALL:
       return None
     ranks = np.arange(self.count).reshape(self.num_nodes, self.per_node)
     return (ranks.T if level == NODE else ranks).tolist()
 
   def index(self, level: str, rank: Any) -> Any:
-    """The place of ranks in their groups of that level."""
+    """The index of each rank in its group of this level."""
     if level == ALL:
       return rank
     return rank // self.per_node if level == NODE else rank % self.per_node
 
   def permutation(self, level: str, shift: int) -> list[tuple[int, int]]:
-    """(sender, receiver) of all ranks, for a shift inside each group."""
+    """The (sender, receiver) pairs of all ranks for a shift inside each group."""
     groups = self.groups(level) or [list(range(self.count))]
     return [(a, b) for g in groups for a, b in zip(g, np.roll(g, -shift).tolist(), strict=True)]
 
 
 def num_blocks(hop: Hop, ranks: Ranks) -> int:
-  """Blocks of what arrives."""
+  """The number of blocks that arrive."""
   return len(hop.shifts) if hop.kind == "permute" else ranks.group_size(hop.level)
 
 
 def block_begins(hop: Hop, ranks: Ranks) -> np.ndarray:
-  """int32 `[num_blocks + 1]`: where each block of what arrives begins, and where the last ends."""
+  """int32 `[num_blocks + 1]`: the begin of each arriving block, and the end of the last one."""
   sizes = hop.rows if hop.kind == "permute" else hop.rows * num_blocks(hop, ranks)
   return np.cumsum((0, *sizes), dtype=np.int32)
 
 
 def moved_rows(hop: Hop, ranks: Ranks) -> int:
-  """Rows that a rank sends to others, and receives from them, padding included."""
+  """The number of rows that a rank sends to others and receives from them, including padding."""
   if hop.kind == "permute":
     return sum(hop.rows)
   return hop.rows[0] * (ranks.group_size(hop.level) - 1)
 
 
 def rows_by_link(hop: Hop, ranks: Ranks) -> tuple[int, int]:
-  """The same by links: rows to other nodes, and inside the node, of the rank that is busiest."""
+  """The rows that the busiest rank sends to other nodes, and inside its node."""
   rows = moved_rows(hop, ranks)
   if hop.level == NODE:
     return rows, 0
@@ -121,14 +122,14 @@ def rows_by_link(hop: Hop, ranks: Ranks) -> tuple[int, int]:
 
 
 def move(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
-  """Rows to the ranks of a group: the communication, and nothing else.
+  """Sends rows to the ranks of a group: the communication, and nothing else.
 
   Args:
-    hop: which.
-    ranks: of the axis.
+    hop: the hop.
+    ranks: the ranks of the axis.
     axis_name: the mesh axis.
-    sent: rows in blocks.
-    sizes: int32 `[2, group size]`, rows sent to each rank of the group, and received from each.
+    sent: the rows to send, in blocks.
+    sizes: int32 `[2, group size]`, the rows sent to each rank of the group, and received from it.
   """
   if not sent.shape[0]:
     return sent
@@ -138,9 +139,9 @@ def move(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
 
 
 def move_back(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
-  """The same for gradients, the other way: rows in blocks, as they arrived, to those as sent.
+  """Sends gradients back: takes rows in the layout of arrival, returns the layout of sending.
 
-  Gradients of an all-gather come back summed; others as blocks, which the receiver adds up.
+  An all-gather returns summed gradients. Other kinds return blocks, which the receiver adds up.
   """
   if not sent.shape[0]:
     return sent
@@ -191,11 +192,11 @@ def _exchanged(
 def _ragged(
   sent: jax.Array, sizes: jax.Array, index: Any, capacity: int, axis_name: str, groups: Any
 ) -> jax.Array:
-  """Blocks to blocks by `ragged_all_to_all`, each in several updates."""
+  """Exchanges blocks by `ragged_all_to_all`, each block in several updates."""
   steps = np.arange(_UPDATES, dtype=np.int32)[None]
 
   def updates(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`[group size, updates]`: where each begins in its block, and its length."""
+    """`[group size, updates]`: the begin of each update in its block, and its length."""
     length = (sizes + (_UPDATES - 1)) // _UPDATES
     begins = jnp.minimum(steps * length[:, None], sizes[:, None])
     return begins, jnp.minimum(length[:, None], sizes[:, None] - begins)
@@ -219,9 +220,9 @@ def _ragged(
 
 
 def _with_rows_of_batch(fun: Any, num_mapped: int = 0) -> Any:
-  """vmap of an exchange. A batch that shares the tables is one exchange of longer rows.
+  """Makes vmap of an exchange one exchange of longer rows, if the batch shares the tables.
 
-  `num_mapped` axes of a batch with tables of its own stand before the rows.
+  `num_mapped` is the number of batch axes with separate tables. They come before the rows.
   """
   exchange = custom_vmap(fun)
 
@@ -243,5 +244,5 @@ def _with_rows_of_batch(fun: Any, num_mapped: int = 0) -> Any:
 
 
 def zeros_like_rows(length: int, rows: Any) -> Any:
-  """Zeros `[length, ...]` of the type of `rows`."""
+  """Zeros `[length, ...]` with the dtype, row shape and varying axes of `rows`."""
   return vary_like(jnp.zeros((length, *rows.shape[1:]), rows.dtype), rows)

@@ -1,4 +1,4 @@
-"""Vectors of intervals: cut, joined and counted. int64 numpy throughout."""
+"""Operations on vectors of intervals, in int64 numpy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ STRIDE = 1 << 31
 
 
 def exploded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """For each of `counts[i]` copies of i: i, and which copy it is."""
+  """Repeats each i `counts[i]` times; returns i, and the number of the copy."""
   index = np.repeat(np.arange(len(counts)), counts)
   return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def starts_within(group: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-  """Where each element begins in its group, laid out one after the other. `group` is sorted."""
+  """The begin of each element in its group, laid out in order. `group` must be sorted."""
   ends = np.cumsum(sizes)
   is_first = np.append(True, group[1:] != group[:-1])[: len(group)]
   base = np.where(is_first, ends - sizes, 0)
@@ -23,13 +23,13 @@ def starts_within(group: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def joined(is_new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The first and last index of each run of elements, a run beginning where `is_new` says so."""
+  """The first and the last index of each run of elements. A run begins where `is_new` is True."""
   first = np.flatnonzero(is_new)
   return first, np.append(first[1:], len(is_new))[: len(first)] - 1
 
 
 def union(group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:
-  """Disjoint (group, begin, end), sorted, that cover the same positions of each group."""
+  """The union of intervals in each group, as sorted, disjoint (group, begin, end)."""
   order = np.lexsort((begin, group))
   return union_of_sorted(group[order], begin[order], end[order])
 
@@ -37,7 +37,7 @@ def union(group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.nda
 def union_of_sorted(
   group: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-  """`union` of what is sorted by group and begin."""
+  """`union` of intervals that are sorted by group and begin."""
   reach = np.maximum.accumulate(group * STRIDE + end)
   is_new = np.append(True, group[1:] * STRIDE + begin[1:] > reach[:-1])[: len(group)]
   first, last = joined(is_new)
@@ -45,7 +45,7 @@ def union_of_sorted(
 
 
 def cut(begin: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
-  """Non-empty intervals cut at multiples of `size`: whose part each is, which block, begin, end."""
+  """Cuts non-empty intervals at multiples of `size`: interval, block, begin, end of each part."""
   first = begin // size
   index, block = exploded((end - 1) // size - first + 1)
   block = first[index] + block
@@ -65,7 +65,7 @@ def overlapping(
   run_begin: np.ndarray,
   run_end: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Indices of intervals and of runs of the same group that share a position.
+  """The indices of intervals and of runs in the same group that share a position.
 
   Runs are disjoint and sorted by group and begin.
   """

@@ -1,4 +1,4 @@
-"""The plan as data: what a compiled step takes for each mask."""
+"""The plan as data: the operand of a compiled step for each mask."""
 
 from __future__ import annotations
 
@@ -37,18 +37,22 @@ class DistAttnKey:
 
   Attributes:
     q_chunks: int32 `[cp_size, chunks]`, the chunks of queries that each rank holds, ascending.
-    k_chunks: int32 `[cp_size, chunks]`, likewise; those of the queries but in cross-attention.
-    slices: int32 `[cp_size, stages, slices, 6]`, of a rank's queries and a stage's buffer of keys.
-    send_runs: for each level, int32 `[cp_size, transfers, runs, 4]`: from this block and place on,
-      what a rank sends are the rows from that block and place on; block 0 is its own rows, the
-      others are what hops before this one brought.
-    take_runs: int32 `[cp_size, transfers, runs, 4]`: the same for a stage's buffer.
-    pairs: for each level, int32 `[cp_size, transfers, 2, group size]`: rows sent to each rank of
-      the group, and received from each.
-    whole_slices: like `slices`, for a forward pass that computes each query in one stage; None
-      where stages merge their results.
-    whole_runs: int32 `[cp_size, transfers, runs, 4]`: like `take_runs`, for the buffers of these
-      stages, where the blocks of earlier transfers come before those of the transfer; or None.
+    k_chunks: int32 `[cp_size, chunks]`, the chunks of keys that each rank holds, ascending. Equal
+      to `q_chunks`, except in cross-attention.
+    slices: int32 `[cp_size, stages, slices, 6]`, the mask of a rank's queries over the key buffer
+      of each stage.
+    send_runs: for each level, int32 `[cp_size, transfers, runs, 4]`, the rows that a rank sends. A
+      run (to_block, to_place, from_block, from_place) says that rows from this place on are taken
+      from that place on. Source block 0 has the rank's own rows, and the others have the rows that
+      earlier hops brought.
+    take_runs: int32 `[cp_size, transfers, runs, 4]`, the rows of each stage's buffer, in the same
+      format.
+    pairs: for each level, int32 `[cp_size, transfers, 2, group size]`, the rows sent to each rank
+      of the group, and received from it.
+    whole_slices: like `slices`, for a forward pass that computes each query in one stage. None if
+      stages merge their results.
+    whole_runs: like `take_runs`, for the buffers of these stages, where the blocks of earlier
+      transfers come first. None if stages merge their results.
     spec: lengths and capacities (static).
   """
 
@@ -68,7 +72,7 @@ class DistAttnKey:
     return self.spec.capacities
 
   def dispatches(self) -> tuple[Dispatch, Dispatch]:
-    """Where queries and keys are. The key must be known, and whole."""
+    """The dispatch of queries and of keys. The key must be known, for all ranks."""
     spec = self.spec
     queries = _dispatch_of(self.q_chunks, spec.q_len, spec.q_chunk_size, spec.cp_size)
     if not spec.is_cross:
@@ -82,7 +86,7 @@ class DistAttnKey:
 
     Args:
       axis_name: the mesh axis over which the sequence is split.
-      batch_axis: those over which the batch is split, for a stack of keys.
+      batch_axis: the mesh axes over which the batch is split, for a stack of keys.
     """
     if np.ndim(self.q_chunks) == 2:
       return P(axis_name)
@@ -97,8 +101,8 @@ class DistAttnKey:
     """int64 `[cp_size, stages]`: the number of visible pairs. The key must not be traced.
 
     Args:
-      is_forward: whether the stages are those of the forward pass, which differ from those of the
-        backward pass where each query is computed in one stage.
+      is_forward: whether to count the stages of the forward pass. They differ from those of the
+        backward pass if each query is computed in one stage.
     """
     tables = self.whole_slices if is_forward and self.whole_slices is not None else self.slices
     slices, count = known_value(tables), self.spec.cp_size
@@ -142,7 +146,7 @@ class DistAttnKey:
 
 
 def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dispatch:
-  """The dispatch that a whole, known key has."""
+  """The dispatch of a known key of all ranks."""
   value = known_value(chunks)
   if value is None or value.ndim != 2 or value.shape[0] != cp_size:
     raise ValueError(f"key must be known and of all {cp_size} ranks")
@@ -155,14 +159,14 @@ def _dispatch_of(chunks: Any, length: int, chunk_size: int, cp_size: int) -> Dis
 
 
 def check_key(key: Any) -> DistAttnKey:
-  """A key, and not something else that a caller has at hand."""
+  """Checks that an argument is a key."""
   if not isinstance(key, DistAttnKey):
     raise ValueError(f"key must be a DistAttnKey, got {type(key).__name__}")
   return key
 
 
 def check_one_key(key: Any) -> DistAttnKey:
-  """One key, of all ranks or of one, and no stack."""
+  """Checks that an argument is one key, of all ranks or of one rank, and not a stack of keys."""
   shape = np.shape(check_key(key).q_chunks)
   if len(shape) != 2:
     raise ValueError(
@@ -177,7 +181,7 @@ def make_key(
   keys: Dispatch,
   capacities: Capacities | None,
 ) -> DistAttnKey:
-  """The plan, filled up to capacities: given ones, or else the next round ones."""
+  """Makes a key of a plan, padded to the given capacities or to rounded ones."""
   n, num_transfers = queries.cp_size, plan.num_transfers
   needed = _needed_capacities(plan)
   if capacities is None:
@@ -245,7 +249,7 @@ def _needed_capacities(plan: Plan) -> Capacities:
 
 
 def _run_table(runs: Runs, num_groups: int, capacity: int) -> np.ndarray:
-  """Runs of each group, after one that says that there is nothing unless others say so."""
+  """The runs of each group, after a first run that marks all rows as empty."""
   group, columns = runs
   groups = np.concatenate([np.arange(num_groups), group])
   nothing = np.tile(np.array([0, 0, 0, NOWHERE]), (num_groups, 1))
@@ -269,7 +273,7 @@ def _pair_table(sizes: np.ndarray, level: str, ranks: Ranks) -> np.ndarray:
 
 
 def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
-  """The same key with room for more."""
+  """The same key, padded to larger capacities."""
   have = key.capacities
   if have == capacities:
     return key

@@ -1,4 +1,4 @@
-"""The public functions of context parallelism in which other rows than keys and values travel."""
+"""The public functions of context parallelism that exchange latents instead of keys and values."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def calc_latent_attn(
 def _opened(
   expand: Any, leaves: Any, treedef: Any, counts: Any
 ) -> tuple[OpenFunction, tuple[Any, ...]]:
-  """`expand` of a list of arrays of each of so many rows, and what it closes over."""
+  """`expand` as a function of a list of arrays, traced for these numbers of rows; its constants."""
 
   def rows_of(count: int) -> list[Any]:
     return [vary_like(jnp.zeros((count, *x.shape[1:]), x.dtype), x) for x in leaves]

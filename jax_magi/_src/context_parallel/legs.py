@@ -1,4 +1,4 @@
-"""The way of rows, level by level: who sends what to whom, and where it lies.
+"""The route of rows on each level: who sends what to whom, and where it is in memory.
 
 Everything here is numpy on the host, from ranges of rows to ranges of rows.
 """
@@ -18,15 +18,15 @@ from jax_magi._src.context_parallel.transport import Transport
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """Ranges of keys that ranks need, by rank and position: none crosses the edge of an owner's run.
+  """Ranges of keys that ranks need, sorted by rank and position. Each lies in one run of an owner.
 
   Attributes:
-    rank: who needs it.
-    begin: its first position in the sequence.
-    size: number of rows.
-    owner: who has it.
-    local: where the owner has it.
-    transfer: which one brings it.
+    rank: the rank that needs the range.
+    begin: the first position of the range in the sequence.
+    size: the number of rows.
+    owner: the rank that owns the rows.
+    local: the first row in the owner's memory.
+    transfer: the transfer that brings the range.
   """
 
   rank: np.ndarray
@@ -41,7 +41,7 @@ class Rows:
 
 
 def legs_of(rows: Rows, transport: Transport) -> list[Leg]:
-  """The parts of the way of all rows, one for each level."""
+  """The legs of all rows, one for each level."""
   ranks = transport.ranks
   if transport.levels == (ALL,):
     return [Leg(ALL, transport, rows, rows.owner, rows.rank)]
@@ -56,12 +56,13 @@ def legs_of(rows: Rows, transport: Transport) -> list[Leg]:
 
 
 class Leg:
-  """A part of the way of rows: senders and receivers of one level, and where rows lie.
+  """The part of the route of rows on one level: senders, receivers and positions.
 
   Attributes:
-    row: identifies a row among all that may lie in one buffer; neighbours of an owner are so here.
-    hops: of each transfer, None where it has no such hop; set when they are known.
-    first_block: of each transfer, the number of the first block that the hop brings; likewise.
+    row: identifies the first row of each range among all rows that may be in one buffer.
+      Neighbouring rows of an owner have neighbouring numbers.
+    hops: the hop of each transfer; None for a transfer without a hop on this level. Set later.
+    first_block: for each transfer, the number of the first block that the hop brings. Set later.
   """
 
   hops: list[Hop | None]
@@ -85,7 +86,7 @@ class Leg:
     self._places = starts_within(self._groups, self._sizes)
 
   def index(self, rank: Any) -> Any:
-    """The place of ranks in their groups."""
+    """The index of each rank in its group."""
     return self.ranks.index(self.level, rank)
 
   def _group(self, sender: np.ndarray, transfer: np.ndarray, receiver: np.ndarray) -> np.ndarray:
@@ -93,24 +94,24 @@ class Leg:
     return (sender * self.num_transfers + transfer) * size + self.index(receiver)
 
   def sizes(self) -> np.ndarray:
-    """int64 `[sender, transfer, group size]`: rows to each rank of the group."""
+    """int64 `[sender, transfer, group size]`: the number of rows to each rank of the group."""
     shape = self.ranks.count, self.num_transfers, self.ranks.group_size(self.level)
     return np.bincount(self._groups, self._sizes, math.prod(shape)).astype(np.int64).reshape(shape)
 
   def content(self) -> tuple[np.ndarray, ...]:
-    """Sender, transfer, the receiver's index, row, size and place of each range that is sent."""
+    """Sender, transfer, index of the receiver, row, size and place of each range that is sent."""
     group, receiver = np.divmod(self._groups, self.ranks.group_size(self.level))
     sender, transfer = np.divmod(group, self.num_transfers)
     return sender, transfer, receiver, self._begins, self._sizes, self._places
 
   def gathers(self) -> np.ndarray:
-    """bool `[num_transfers]`: whether it is an all-gather."""
+    """bool `[num_transfers]`: whether the hop is an all-gather."""
     return np.array([hop is not None and hop.kind == "all_gather" for hop in self.hops])
 
   def block(
     self, transfer: np.ndarray, sender: np.ndarray, receiver: np.ndarray, *, is_sent: bool
   ) -> np.ndarray:
-    """The block of what is sent, or of what arrives, from the indices of both in their group."""
+    """The block of a range, from the indices of sender and receiver in their group."""
     block = receiver.copy() if is_sent else sender.copy()
     for t, hop in enumerate(self.hops):
       if hop is not None and hop.kind == "permute":
@@ -122,7 +123,7 @@ class Leg:
   def arrived(
     self, sender: np.ndarray, receiver: np.ndarray, transfer: np.ndarray, row: np.ndarray
   ) -> np.ndarray:
-    """int64 `[n, 2]`: block and place, at the receiver, of rows that came from the sender."""
+    """int64 `[n, 2]`: the block and place of rows at the receiver."""
     block = self.first_block[transfer] + self.block(
       transfer, self.index(sender), self.index(receiver), is_sent=False
     )

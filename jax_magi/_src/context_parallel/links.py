@@ -1,4 +1,4 @@
-"""Speeds of links and kernels, that plans are made for."""
+"""The speeds of links and kernels that plans assume."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Links:
       raise ValueError(f"expand must be a function of rows, got {expand!r}")
 
     def cost(count: int) -> np.ndarray:
-      """Operations of products, and bytes of k and v."""
+      """The operations of matrix products, and the bytes of k and v."""
       some = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), rows)
       program, kv = jax.make_jaxpr(expand, return_shape=True)(some)
       sizes = [math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(kv)]
@@ -131,17 +131,17 @@ class Links:
 
   @property
   def expand_row(self) -> float:
-    """A row that is expanded in both passes, in pairs computed meanwhile."""
+    """The cost of expanding a row in both passes, in visible pairs computed in the same time."""
     return sum(self.expand_seconds) / self.pair_seconds
 
   @property
   def near_row(self) -> float:
-    """A row that moves inside a node, twice forward and once back, in pairs computed meanwhile."""
+    """The cost of moving a row inside a node, twice forward and once back, in visible pairs."""
     return self._moved_bytes / self.near / self.pair_seconds
 
   @property
   def far_row(self) -> float:
-    """The same of a row that crosses to another node."""
+    """The cost of moving a row to another node, in visible pairs."""
     return self._moved_bytes / self.far / self.pair_seconds
 
   @property
@@ -150,7 +150,7 @@ class Links:
 
 
 def _leaves_of(rows: Any) -> list[Any]:
-  """The arrays of a tree, each with an axis of rows."""
+  """The arrays of a tree. Checks that each has an axis of rows."""
   leaves = jax.tree.leaves(rows)
   if not leaves or not all(hasattr(x, "dtype") and len(x.shape) for x in leaves):
     raise ValueError(f"rows must be arrays with at least one axis, got {rows!r}")
@@ -158,7 +158,7 @@ def _leaves_of(rows: Any) -> list[Any]:
 
 
 def check_links(links: Any) -> Links:
-  """The caller's, or those of H200 nodes for None."""
+  """Checks links; None means those of H200 nodes."""
   if links is None:
     return Links()
   if not isinstance(links, Links):

@@ -1,4 +1,4 @@
-"""Slices of the whole mask to slices of a rank's own buffers, as few as possible."""
+"""Converts slices of the whole mask to slices of a rank's buffers, as few as possible."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from jax_magi._src.masks.slices import HI, K_BEGIN, K_END, LO, Q_BEGIN, Q_END, U
 
 
 def key_ranges(slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The keys that each slice (int64) shows to some query: all from begin to end."""
+  """The range of keys that each slice (int64) makes visible to some query, as begin and end."""
   begin = np.maximum(slices[:, K_BEGIN], slices[:, Q_BEGIN] + slices[:, LO])
   end = np.minimum(slices[:, K_END], slices[:, Q_END] + slices[:, HI])
   return begin, end
 
 
 def moved(slices: np.ndarray, q_shift: np.ndarray, k_shift: np.ndarray) -> np.ndarray:
-  """The same rectangles elsewhere. Bands that restrict nothing are unbounded afterwards."""
+  """Shifts slices. Bands that hide no pair become unbounded."""
   s = slices.copy()
   s[:, [Q_BEGIN, Q_END]] += q_shift[:, None]
   s[:, [K_BEGIN, K_END]] += k_shift[:, None]
@@ -35,9 +35,9 @@ def _lets_pass_high(s: np.ndarray, hi: np.ndarray) -> np.ndarray:
 
 
 def merged(group: np.ndarray, slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The same pairs in fewer slices: neighbours of a group along keys, then queries, become one.
+  """Merges neighbouring slices of each group, first along keys, then along queries.
 
-  Slices are as `moved` returns them. The result is sorted by group.
+  Slices must be as `moved` returns them. The result is sorted by group.
   """
   while True:
     count = len(slices)

@@ -1,4 +1,4 @@
-"""Keys from masks, on the host."""
+"""Makes keys from masks, on the host."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def key_for_new_mask(
 def _known_mask(
   q_ranges: Any, k_ranges: Any, attn_type_map: Any, q_len: Any, k_len: Any
 ) -> AttentionMask:
-  """The mask that the caller gives in either way, with slices in numpy."""
+  """The caller's mask, given as ranges or as an `AttentionMask`, with slices in numpy."""
   lengths = {"total_seqlen": q_len, "total_seqlen_k": k_len}
   if isinstance(q_ranges, AttentionMask):
     if k_ranges is not None or attn_type_map is not None:
@@ -211,7 +211,7 @@ def _known_mask(
 
 
 def _check_total(name: str, length: Any, cu_name: str, cu_seqlens: Any) -> None:
-  """A length that is given, and is not less than that of all documents."""
+  """Checks that a given length is at least that of all documents."""
   if length is None:
     return
   cu = as_int32(cu_name, cu_seqlens, ("num_documents + 1",))

@@ -1,4 +1,4 @@
-"""Which ranks share nodes: as the caller says, and as the devices of a mesh tell."""
+"""Which ranks share nodes: checks the caller's argument against the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_magi._src.context_parallel.hops import Ranks
 
 
 def check_ranks(cp_size: int, per_node: Any) -> Ranks:
-  """The ranks and their nodes."""
+  """Checks `ranks_per_node`; returns the ranks and their nodes."""
   if per_node is None:
     return Ranks(cp_size, cp_size)
   per_node = min(check_positive("ranks_per_node", per_node), cp_size)
@@ -25,15 +25,16 @@ def check_ranks(cp_size: int, per_node: Any) -> Ranks:
 def check_ranks_per_node(mesh: Any, axis_name: str, ranks_per_node: int | None) -> None:
   """Compares `ranks_per_node` with what the devices of a mesh axis report about their nodes.
 
-  Devices of different `slice_index` have no fast links between them: on GPUs, it is the node, or
-  the domain of NVLink. Devices of one process share a node. Nothing is known of CPUs, or of a mesh
-  without devices.
+  Devices with different `slice_index` have no fast links between them: on GPUs, the index is that
+  of the node, or of the NVLink domain. Devices of one process share a node. Nothing is known about
+  CPUs, or about a mesh without devices.
 
-  Raises `ValueError` if ranks_per_node is None (all ranks share a node) and the devices report
-  several nodes. A number that contradicts the devices is a warning: the caller may know better.
+  Raises `ValueError` if ranks_per_node is None (all ranks share a node) but the devices report
+  several nodes. A number that contradicts the devices only causes a warning, because the caller may
+  know better.
 
   Args:
-    mesh: with the axis, and perhaps with devices.
+    mesh: the mesh with the axis. It may have no devices.
     axis_name: the axis over which the sequence is split.
     ranks_per_node: as in `magi_attn_flex_key`.
   """
@@ -77,7 +78,7 @@ def _warn(text: str) -> None:
 
 
 def _numbers(devices: np.ndarray, name: str) -> np.ndarray | None:
-  """int `devices.shape`: a property of devices; None where one does not have it."""
+  """A property of devices, int in the shape of `devices`; None if any device lacks it."""
   found = [getattr(device, name, None) for device in devices.flat]
   if any(number is None for number in found):
     return None
@@ -85,13 +86,13 @@ def _numbers(devices: np.ndarray, name: str) -> np.ndarray | None:
 
 
 def _are_alike(numbers: np.ndarray, size: int) -> bool:
-  """Whether each `size` neighbours of a line have the same number."""
+  """Whether each group of `size` neighbours in a line has equal numbers."""
   groups = numbers.reshape(-1, size)
   return bool((groups == groups[:, :1]).all())
 
 
 def _most_alike(numbers: np.ndarray) -> int:
-  """The largest size for which that is so."""
+  """The largest size for which `_are_alike` is True."""
   count = numbers.shape[-1]
   return max(
     size for size in range(1, count + 1) if count % size == 0 and _are_alike(numbers, size)

@@ -33,7 +33,7 @@ Stages = dict[int, tuple[jax.Array, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class RankConfig:
-  """What is static about a call."""
+  """The static arguments of a call."""
 
   forward: AttentionConfig
   backward: AttentionConfig
@@ -52,17 +52,17 @@ def rank_attention(
   """out, lse and max_logits of a rank's queries.
 
   Args:
-    config: see `RankConfig`.
+    config: the static arguments.
     q: `[q_local, num_q_heads, head_dim]`.
-    rows: a tuple of `[k_local, ...]`, the rank's own: k and v, or what `config.expand` makes k
-      `[n, num_kv_heads, head_dim]` and v `[n, num_kv_heads, value_dim]` of.
-    constants: a tuple of what else `config.expand` takes.
+    rows: a tuple of arrays `[k_local, ...]`, the rank's own rows: k and v, or arrays from which
+      `config.expand` computes k `[n, num_kv_heads, head_dim]` and v `[n, num_kv_heads, value_dim]`.
+    constants: a tuple of the further operands of `config.expand`.
     key: the rank's part of a key: leaves with a leading axis of 1.
     sink: float32 `[num_q_heads]`.
 
   Returns:
-    out `[q_local, num_q_heads, value_dim]` in q's dtype, lse `[q_local, num_q_heads]`, and
-    max_logits `[num_q_heads]` of these queries, or of all ranks'.
+    out `[q_local, num_q_heads, value_dim]` in the dtype of q, lse `[q_local, num_q_heads]`, and
+    max_logits `[num_q_heads]`, over these queries or over those of all ranks.
   """
   return _forward_on_mesh(config, q, rows, constants, key, sink)[0]
 
@@ -70,7 +70,7 @@ def rank_attention(
 def _forward_on_mesh(
   config: RankConfig, *operands: Any
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Stages | None]:
-  """`_forward` for heads that may be split over Explicit axes, and stages only if they are kept."""
+  """`_forward` for heads on Explicit axes. Returns the rows of stages only if they are kept."""
   q, rows, _, key, _ = operands
 
   def fun(*operands: Any) -> Any:
@@ -109,7 +109,7 @@ def _forward(
   expanded: dict[int, Any] = {}
 
   def attend(step: Step, running: Any, slices: Any) -> Any:
-    """The results of all steps up to this one; `running` are those of the steps before it."""
+    """The results of all steps up to this one, given the `running` results of earlier steps."""
     running, kv = running
     k, v = kv or stages[step.stage]
     operands = (q[None], k[None], v[None], masks.operand(step, slices), sink[None])
@@ -153,7 +153,7 @@ def _forward(
 
 
 def _casts(step: Step, transfers: list[Transfer], parts: list[Any]) -> tuple[list[Any], list[Any]]:
-  """The moves of a step that bring keys, and what each sends."""
+  """The moves of a step that bring keys, and the rows that each sends."""
   moves, sent = [], []
   for stage, hop in step.casts:
     transfer = transfers[stage - 1]
@@ -165,7 +165,7 @@ def _casts(step: Step, transfers: list[Transfer], parts: list[Any]) -> tuple[lis
 def _arrive(
   step: Step, transfers: list[Transfer], parts: list[Any], arrived: list[Any]
 ) -> list[int]:
-  """Adds what a step brought to `parts`, and returns the stages all of whose keys are there."""
+  """Adds the rows that a step brought to `parts`; returns the stages whose keys are complete."""
   stages = []
   for (stage, hop), rows in zip(step.casts, arrived, strict=False):
     parts[stage - 1].append(rows)
@@ -257,9 +257,9 @@ def _staged_backward(
   transfers: list[Transfer],
   kept: Stages | None,
 ) -> tuple[Any, Any, Any]:
-  """The sum of dq, and gradients of the rank's own rows and of constants.
+  """The sum of dq, and the gradients of the rank's own rows and of constants.
 
-  `steps_of` tells the order.
+  `steps_of` determines the order.
   """
   wire = form.joined(rows)
   stages: dict[int, Any] = dict(kept or {0: rows})
@@ -321,8 +321,8 @@ def _sum(total: jax.Array | None, x: jax.Array) -> jax.Array:
 class _StageBackward:
   """The backward pass over a stage's rows, or a part of them.
 
-  What `expand` does is outside of the kernel's step, on both sides of it. Inside, XLA would take
-  products of `expand` for what hides a transfer, and no kernel would.
+  `expand` and its derivative run outside the step of the kernel. Inside, XLA would let the matrix
+  products of `expand` hide a transfer, instead of the kernel.
 
   Attributes:
     kv: keys and values, if they are not the rows themselves.
@@ -345,7 +345,7 @@ class _StageBackward:
     self._rows, self.kv = made, made if config.expand else None
 
   def kernel(self, running: Any, slices: Any) -> tuple[Any, Any]:
-    """From the sum of dq, and `kv`, to that sum with this call's added, and dk and dv."""
+    """Adds dq of this call to the sum of dq, and computes dk and dv."""
     dq, kv = running
     arrays = (*self._queries, *(kv or self._rows))
     q, dout, lse, row_delta, k, v = (x[None] for x in arrays)
@@ -356,7 +356,7 @@ class _StageBackward:
     return dq, (dk[0], dv[0])
 
   def done(self, results: Any, dconstants: Any) -> tuple[Any, Any, Any]:
-    """The sum of dq, gradients of rows, and the sum of those of constants."""
+    """The sum of dq, the gradients of rows, and the sum of the gradients of constants."""
     dq, gradients = results
     rows, constants = self._pull_back(*gradients)
     if dconstants is not None:

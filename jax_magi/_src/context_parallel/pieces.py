@@ -1,4 +1,4 @@
-"""The mask cut by ranks: which pieces each computes, which rows they need, and slices of buffers.
+"""Cuts the mask by ranks: the pieces of each rank, the rows they need, and slices of buffers.
 
 Everything here is numpy on the host, from ranges to ranges.
 """
@@ -20,14 +20,14 @@ from jax_magi._src.masks.slices import K_BEGIN, K_END, Q_BEGIN, Q_END, area_of
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPieces:
-  """Parts of the mask's slices, cut by chunks of queries; each shows a key.
+  """The slices of the mask, cut by chunks of queries. Each piece has a visible pair.
 
-  This is all that the planner takes of a mask. They are in the order of slices and queries.
+  The planner uses nothing else of a mask. Pieces are sorted by slice and query.
 
   Attributes:
     slices: int64 `[n, 6]`, in positions of the whole mask.
-    index: which slice of the mask each is a part of.
-    chunk: the chunk of queries that it lies in.
+    index: the slice of the mask that each piece is a part of.
+    chunk: the chunk of queries of each piece.
   """
 
   slices: np.ndarray
@@ -36,7 +36,7 @@ class ChunkPieces:
 
 
 def cut_by_chunks(slices: np.ndarray, chunk_size: int) -> ChunkPieces:
-  """The pieces of a mask, whose slices are int32 `[num_slices, 6]`."""
+  """The pieces of a mask with slices int32 `[num_slices, 6]`."""
   slices = slices[area_of(slices) > 0].astype(np.int64)
   index, chunk, begin, end = cut(slices[:, Q_BEGIN], slices[:, Q_END], chunk_size)
   pieces = slices[index]
@@ -47,14 +47,14 @@ def cut_by_chunks(slices: np.ndarray, chunk_size: int) -> ChunkPieces:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-  """Parts of the mask's slices, in the order of slices and queries; each shows a key.
+  """Pieces of the mask's slices, sorted by slice and query. Each piece has a visible pair.
 
   Attributes:
-    rank: whose queries they are.
+    rank: the rank that has the queries of each piece.
     slices: int64 `[n, 6]`, in positions of the whole mask.
-    index: which slice of the mask each is a part of.
-    begin: where the chunk of queries that it lies in begins.
-    q_shift: how far its queries are shifted in the rank's buffer.
+    index: the slice of the mask that each piece is a part of.
+    begin: the begin of the chunk of queries that contains each piece.
+    q_shift: the offset from positions of queries to rows of the rank's buffer.
   """
 
   rank: np.ndarray
@@ -67,7 +67,7 @@ class Pieces:
     return Pieces(*(getattr(self, field.name)[index] for field in dataclasses.fields(self)))
 
   def cut_in_chunks(self, size: int) -> Pieces:
-    """The same, cut at multiples of `size` from where each chunk begins."""
+    """The same pieces, cut at multiples of `size` from the begin of each chunk."""
     begins, ends = self.slices[:, Q_BEGIN] - self.begin, self.slices[:, Q_END] - self.begin
     index, _, begins, ends = cut(begins, ends, size)
     found = self[index]
@@ -77,7 +77,7 @@ class Pieces:
     return dataclasses.replace(found, begin=begin)[_shows(found.slices)]
 
   def joined(self) -> Pieces:
-    """The same in fewer pieces: queries that a rank has side by side stay together."""
+    """The same pairs in fewer pieces: joins pieces whose queries are adjacent on a rank."""
     s = self.slices
     is_new = (self.index[1:] != self.index[:-1]) | (self.rank[1:] != self.rank[:-1])
     is_new |= (s[1:, Q_BEGIN] != s[:-1, Q_END]) | (self.q_shift[1:] != self.q_shift[:-1])
@@ -89,14 +89,14 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-  """What ranks compute, and the keys that they need: all of a plan but how rows travel.
+  """What ranks compute, and the keys that they need: everything in a plan except the transport.
 
   Attributes:
-    keys: where they are.
+    keys: the dispatch of keys.
     of_chunks: the pieces of each chunk of queries.
-    pieces: the same in fewer pieces.
-    rows: what each rank's pieces show, each row once, by rank and position.
-    own: every rank's own runs of chunks, by rank and position.
+    pieces: the same pairs in fewer pieces.
+    rows: the keys that each rank needs, each row once, sorted by rank and position.
+    own: the runs of chunks of each rank, sorted by rank and position.
   """
 
   keys: Dispatch
@@ -122,7 +122,7 @@ def _shows(slices: np.ndarray) -> np.ndarray:
 
 
 def needed_rows(pieces: Pieces, keys: Dispatch) -> Rows:
-  """What each rank's pieces show, each row once, by rank and position."""
+  """The keys that the pieces of each rank need, each row once, sorted by rank and position."""
   rank, begin, end = union(pieces.rank, *key_ranges(pieces.slices))
   run_begin, run_end, run_owner, run_local = keys.runs()
   nobody = np.zeros_like(run_begin)
@@ -146,8 +146,9 @@ def stage_slices(
   """The mask on the buffers of all stages: rank * num_stages + stage, and slices.
 
   Args:
-    pieces: of each stage.
-    buffers: of each stage, rows by rank and position, and where each range begins in the buffer.
+    pieces: the pieces of each stage.
+    buffers: for each stage, rows sorted by rank and position, and the begin of each range in the
+      buffer.
   """
   parts = [_slices_of(*stage) for stage in zip(pieces, buffers, strict=True)]
   stage, _ = exploded(np.array([len(part[0]) for part in parts]))
@@ -156,7 +157,7 @@ def stage_slices(
 
 
 def _slices_of(pieces: Pieces, buffer: tuple[Rows, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Pieces of the mask on a buffer: rank, and slices of its queries and the buffer's keys."""
+  """Pieces of the mask on a buffer: the rank, and slices over its queries and the buffer's keys."""
   rows, places = buffer
   ends = rows.begin + rows.size
   is_new = (rows.rank[1:] != rows.rank[:-1]) | (rows.begin[1:] != ends[:-1])

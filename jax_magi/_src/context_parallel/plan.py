@@ -1,7 +1,7 @@
 """The plan of a mask over ranks: who owns which tokens, what moves, and what each rank computes.
 
-Everything here is numpy on the host, from ranges to ranges: no array is as long as the sequence, no
-process asks another one, and all find the same plan.
+Everything here is numpy on the host, and works on ranges: no array is as long as the sequence. All
+processes compute the same plan without communication.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from jax_magi._src.masks.slices import area_of
 class Plan:
   """What the ranks do, as ragged tables.
 
-  A stage is one call of the kernel. Without overlap there is one, over a buffer of all keys that
-  the rank needs. With overlap, the first is over the rank's own keys, and each other one over a
-  buffer of keys that one transfer brings. Buffers are in the order of the sequence.
+  A stage is one call of the kernel. Without overlap, there is one stage, over a buffer of all keys
+  that the rank needs. With overlap, the first stage is over the rank's own keys, and each other
+  stage over a buffer of keys that one transfer brings. Buffers are in the order of the sequence.
 
   Attributes:
-    overlap_degree: stages with a transfer.
-    num_stages: calls of the kernel.
-    num_transfers: transfers.
-    slices: rank * num_stages + stage, and int64 slices of its queries and the stage's buffer.
-    hops: of each transfer, with as many rows as are needed.
-    send_runs: for each level, sender * num_transfers + transfer, and runs of what it sends.
+    overlap_degree: the number of stages with a transfer.
+    num_stages: the number of kernel calls.
+    num_transfers: the number of transfers.
+    slices: rank * num_stages + stage, and int64 slices over the rank's queries and the buffer.
+    hops: the hops of each transfer, with as many rows as are needed.
+    send_runs: for each level, sender * num_transfers + transfer, and runs of the rows to send.
     take_runs: receiver * num_transfers + transfer, and runs of the stage's buffer.
-    sizes: for each level, int64 `[sender, transfer, group size]`, rows.
-    num_rows: int64 `[receiver, transfer]`, rows of a stage's buffer.
+    sizes: for each level, int64 `[sender, transfer, group size]`, the number of rows.
+    num_rows: int64 `[receiver, transfer]`, the number of rows of a stage's buffer.
     transport: how rows travel.
-    ranks: of the axis.
-    whole: another forward pass with the same transfers, in which no query is divided; or None.
-    orders: of the steps of the forward and of the backward pass; None are the default ones.
+    ranks: the ranks of the axis.
+    whole: another forward pass with the same transfers, which computes each query in one stage; or
+      None.
+    orders: the orders of steps in the forward and the backward pass. None means the default orders.
   """
 
   overlap_degree: int
@@ -61,7 +62,7 @@ class Plan:
   orders: tuple[Order | None, Order | None] = (None, None)
 
   def areas(self) -> np.ndarray:
-    """int64 `[ranks, stages]`: visible pairs."""
+    """int64 `[ranks, stages]`: the number of visible pairs."""
     group, slices = self.slices
     areas = np.bincount(group, area_of(slices), self.ranks.count * self.num_stages)
     return areas.astype(np.int64).reshape(self.ranks.count, self.num_stages)
@@ -76,17 +77,17 @@ def make_plan(
   links: Links,
   is_whole: bool | None,
 ) -> Plan:
-  """The plan of what ranks need.
+  """Makes the plan for the needs of ranks.
 
   Args:
-    needs: of a mask on a dispatch.
+    needs: the needs of a mask on a dispatch.
     overlap_degree: as in `magi_attn_flex_key`.
-    ranks: of the axis, and their nodes.
-    transport: how rows travel; "auto" is the one that takes the least time.
-    given: hops whose kinds the plan has to keep, or None.
-    links: what rows cost, for "auto".
-    is_whole: whether to plan whole queries, too. None is unless whole parts of all ranks' rows
-      move: then most queries would wait for the last transfer.
+    ranks: the ranks of the axis, and their nodes.
+    transport: how rows travel. "auto" takes the transport with the shortest predicted time.
+    given: hops whose kinds the plan must keep, or None.
+    links: the speeds that determine the cost of rows, for "auto".
+    is_whole: whether to plan whole queries, too. None means yes, unless all ranks' rows are
+      gathered: most queries would then wait for the last transfer.
   """
   rows, k_local, num_transfers = needs.rows, needs.keys.local_length, max(overlap_degree, 1)
   way = choose_transport(rows, transport, ranks, k_local, num_transfers, given, links)
@@ -125,7 +126,7 @@ def make_plan(
 def to_table(
   group: np.ndarray, columns: np.ndarray, num_groups: int, capacity: int, fill: int
 ) -> np.ndarray:
-  """int32 `[num_groups, capacity, columns]`: sorted groups side by side, filled up with `fill`."""
+  """Pads sorted groups with `fill` to int32 `[num_groups, capacity, columns]`."""
   table = np.full((num_groups, capacity, columns.shape[1]), fill, np.int32)
   counts = np.bincount(group, minlength=num_groups)
   rows, places = exploded(counts)

@@ -1,4 +1,4 @@
-"""The best plan of a mask, by what is predicted of each."""
+"""Chooses the best plan of a mask by its predicted time."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def choose_plan(
   ranks: Ranks,
   links: Links,
 ) -> DistAttnKey:
-  """The key of the plan that is predicted to finish first, of several dispatches and degrees.
+  """The key of the plan that is predicted to finish first, among several dispatches and degrees.
 
   Args:
-    pieces: of the mask, by chunks of queries.
-    sides: where queries and keys may be.
-    overlap_degree: as in `magi_attn_flex_key`, and so the next two.
-    capacities: see above.
-    transport: see above.
-    ranks: of the axis, and their nodes.
-    links: what moving a row costs.
+    pieces: the pieces of the mask, by chunks of queries.
+    sides: candidates for the dispatch of queries and of keys.
+    overlap_degree: as in `magi_attn_flex_key`.
+    capacities: as in `magi_attn_flex_key`.
+    transport: as in `magi_attn_flex_key`.
+    ranks: the ranks of the axis, and their nodes.
+    links: the speeds that determine the cost of rows.
   """
   check_choice("transport", transport, ("auto", *TRANSPORTS))
   if transport == "ragged" and ranks.num_nodes > 1:
@@ -84,7 +84,7 @@ def choose_plan(
 
 
 def _check_degree(degree: Any) -> tuple[int, ...]:
-  """The degrees to choose from."""
+  """Checks the overlap degree; returns the degrees to choose from."""
   if isinstance(degree, str):
     if degree != "auto":
       raise ValueError(f"overlap_degree must be numbers or 'auto', got {degree!r}")
@@ -97,7 +97,7 @@ def _check_degree(degree: Any) -> tuple[int, ...]:
 
 
 def _scheduled(plan: Plan, k_local: int, links: Links, *, is_free: bool) -> tuple[Plan, float]:
-  """The plan, with the best stages and orders if it is free, and when it is predicted to finish."""
+  """The plan with its predicted time. If it is free, with the best stages and orders of steps."""
   choices = [plan]
   if is_free and plan.whole is not None:
     choices.append(dataclasses.replace(plan, whole=None))
@@ -124,7 +124,7 @@ def _scheduled(plan: Plan, k_local: int, links: Links, *, is_free: bool) -> tupl
 
 
 def _transport_of(capacities: Capacities, transport: str, ranks: Ranks) -> str:
-  """The transport that capacities are of."""
+  """The transport that capacities were made for."""
   levels = {hop.level for hops in capacities.hops for hop in hops}
   kind = capacities.hops[0][0].kind
   found = "two_level" if levels != {ALL} else "all_to_all" if kind == "permute" else kind

@@ -11,9 +11,9 @@ from jax_magi._src.context_parallel.stats import LEVEL_NAMES, PlanStats
 
 
 def plot_plan(spec: KeySpec, q_chunks: Any, stats: PlanStats, rows: np.ndarray, axes: Any) -> Any:
-  """Draws who owns what, the work of each rank, and what moves; returns the three axes.
+  """Draws the owners of chunks, the work of ranks and the moved rows; returns the three axes.
 
-  `rows` are those that pass between ranks, `[sender, receiver]`.
+  `rows` are the numbers of rows that move between ranks, `[sender, receiver]`.
   """
   import matplotlib.pyplot as plt
 

@@ -1,4 +1,4 @@
-"""How long a plan takes, by the speeds of links and kernels, in the order of its steps."""
+"""Predicts the time of a plan from the speeds of links and kernels, and the order of its steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WORTH_AN_ORDER = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """Seconds of one attention layer, until the last rank is done.
+  """The predicted seconds of one attention layer, until the last rank is done.
 
   Attributes:
-    forward: of the forward pass.
-    backward: of the backward pass.
-    kernels: of the kernels of both, and of `expand`, if nothing had to move, on the slowest rank.
+    forward: the seconds of the forward pass.
+    backward: the seconds of the backward pass.
+    kernels: the seconds of the kernels of both passes, and of `expand`, on the slowest rank.
   """
 
   forward: float
@@ -37,12 +37,12 @@ class Prediction:
 
   @property
   def total(self) -> float:
-    """Of both passes."""
+    """The seconds of both passes."""
     return self.forward + self.backward
 
   @property
   def exposed(self) -> float:
-    """What transfers add to the kernels."""
+    """The seconds that transfers add to the kernels."""
     return self.total - self.kernels
 
 
@@ -57,17 +57,17 @@ def predict(
   keep_remote_kv: bool = False,
   expansion: np.ndarray | None = None,
 ) -> Prediction:
-  """The time of a plan.
+  """Predicts the time of a plan.
 
   Args:
-    hops: of each transfer.
-    ranks: of the axis.
+    hops: the hops of each transfer.
+    ranks: the ranks of the axis.
     overlap_degree: as in the key.
-    kernels: float64 `[ranks, stages, 2]`, seconds of each stage of ranks, forward and backward.
-    links: speeds.
-    orders: of the steps, forward and backward.
+    kernels: float64 `[ranks, stages, 2]`, the seconds of each kernel, forward and backward.
+    links: the speeds of links and kernels.
+    orders: the orders of steps, forward and backward.
     keep_remote_kv: whether the backward pass fetches nothing.
-    expansion: float64 `[stages, 2]`, seconds of `expand` of the rows of each stage; None is none.
+    expansion: float64 `[stages, 2]`, the seconds of `expand` in each stage; None without expansion.
   """
   is_staged = overlap_degree and ranks.count > 1
   results = []
@@ -85,7 +85,7 @@ def predict(
 
 
 def _steps_of_one_call(hops: Sequence[Hop], number: int, keep_remote_kv: bool) -> list[Step]:
-  """One after the other: keys come, all of them are computed with, and gradients return."""
+  """The steps without overlap: keys arrive, one kernel uses all of them, and gradients return."""
   path = [(1, hop) for hop in range(len(hops))]
   fetch = [] if number and keep_remote_kv else [Step(-1, 0, casts=(move,)) for move in path]
   back = [Step(-1, 0, reduces=(move,)) for move in reversed(path)] if number else []
@@ -101,7 +101,7 @@ def best_orders(
 ) -> tuple[Order, Order]:
   """The orders of steps with which the two passes are predicted to finish first.
 
-  The arguments are those of `predict`, of a plan with stages.
+  The arguments are those of `predict`, for a plan with stages.
   """
   counts = [len(path) for path in hops]
   best = []
@@ -128,16 +128,16 @@ def pass_seconds(
   number: int,
   expansion: np.ndarray | None = None,
 ) -> tuple[float, float]:
-  """Seconds of one pass, and of its kernels alone, until the last rank is done.
+  """The seconds of one pass, and of its kernels, until the last rank is done.
 
   Args:
-    steps: of the pass.
-    hops: as in `predict`, and so the next two.
-    ranks: see above.
-    kernels: float64 `[ranks, stages]`, seconds of each stage.
-    links: see above.
-    number: 0 is the forward pass, 1 the backward pass.
-    expansion: float64 `[stages]`, seconds of `expand`; None is none.
+    steps: the steps of the pass.
+    hops: as in `predict`.
+    ranks: as in `predict`.
+    kernels: float64 `[ranks, stages]`, the seconds of each kernel.
+    links: as in `predict`.
+    number: 0 for the forward pass, 1 for the backward pass.
+    expansion: float64 `[stages]`, the seconds of `expand`; None without expansion.
   """
   row_bytes = links.row_bytes, links.grad_row_bytes
   timeline = _Timeline(ranks, hops, links, row_bytes)
@@ -151,7 +151,7 @@ def pass_seconds(
 def _kernel_seconds(
   steps: Sequence[Step], step: Step, kernels: np.ndarray, links: Links, number: int
 ) -> np.ndarray:
-  """`[ranks]`: the kernel of a step; each part of one that is cut takes a little besides."""
+  """`[ranks]`: the seconds of the kernel of a step. Each part of a divided kernel costs extra."""
   if step.stage < 0:
     return np.zeros(len(kernels))
   num_parts = num_parts_of(steps, step.stage)
@@ -161,7 +161,10 @@ def _kernel_seconds(
 
 
 class _Timeline:
-  """When each rank is done with the steps so far. A transfer begins when all of its group do."""
+  """The time at which each rank is done with the steps so far.
+
+  A transfer begins when all ranks of its group are ready.
+  """
 
   def __init__(
     self,
@@ -175,12 +178,12 @@ class _Timeline:
     self.kernels = np.zeros(ranks.count)
 
   def expand(self, seconds: float) -> None:
-    """Rows are expanded before a step, and their gradients pulled back after it."""
+    """Adds the expansion of rows before a step, or its derivative after the step."""
     self._now = self._now + seconds
     self.kernels += seconds
 
   def add(self, step: Step, kernel: np.ndarray) -> None:
-    """One more step: it is done when its kernel and its transfers are."""
+    """Adds a step, which is done when its kernel and its transfers are done."""
     end = self._now + kernel
     links: dict[str, np.ndarray] = {}  # The time at which the links of each level are free again.
     for row_bytes, moves in zip(self._row_bytes, (step.casts, step.reduces), strict=True):
@@ -192,7 +195,7 @@ class _Timeline:
     self.kernels += kernel
 
   def _of_group(self, level: str, times: np.ndarray) -> np.ndarray:
-    """The latest of each rank's group."""
+    """The latest time in each rank's group."""
     shape = self._ranks.num_nodes, self._ranks.per_node
     if level == ALL:
       return np.full_like(times, times.max())
@@ -201,19 +204,19 @@ class _Timeline:
     return np.broadcast_to(latest, shape).reshape(-1)
 
   def end(self) -> float:
-    """When the last rank is done."""
+    """The time at which the last rank is done."""
     return float(self._now.max())
 
 
 def stage_seconds(
   forward_area: np.ndarray, backward_area: np.ndarray, links: Links, *, is_merged: bool
 ) -> np.ndarray:
-  """float64 `[ranks, stages, 2]` for `predict`, from visible pairs `[ranks, stages]`.
+  """The seconds of kernels for `predict`, float64 `[ranks, stages, 2]`.
 
   Args:
-    forward_area: of the stages of the forward pass.
-    backward_area: of those of the backward pass.
-    links: speeds.
+    forward_area: `[ranks, stages]`, the visible pairs of the stages of the forward pass.
+    backward_area: `[ranks, stages]`, the visible pairs of the stages of the backward pass.
+    links: the speeds of links and kernels.
     is_merged: whether forward stages merge their results.
   """
   areas = np.stack([forward_area, backward_area], axis=-1)
@@ -225,13 +228,13 @@ def stage_seconds(
 def expansion_seconds(
   own: int, rows: Sequence[int], whole_rows: Sequence[int] | None, links: Links
 ) -> np.ndarray | None:
-  """float64 `[stages, 2]` for `predict`, or None if nothing is expanded.
+  """The seconds of `expand` for `predict`, float64 `[stages, 2]`; None if nothing is expanded.
 
   Args:
-    own: keys of a rank, where a stage is over them; else 0.
-    rows: of the buffers of all other stages.
-    whole_rows: of those of forward stages that compute whole queries, if they do.
-    links: speeds.
+    own: the number of a rank's own keys, if a stage is over them, or else 0.
+    rows: the number of rows in the buffers of all other stages.
+    whole_rows: the same for forward stages that compute whole queries, or None.
+    links: the speeds of links and kernels.
   """
   if not any(links.expand_seconds):
     return None
@@ -241,7 +244,7 @@ def expansion_seconds(
 
 
 def hop_seconds(hop: Hop, ranks: Ranks, links: Links, row_bytes: int) -> float:
-  """Of one hop: rows between nodes and inside them move at the same time."""
+  """The seconds of one hop. Rows between nodes and inside nodes move at the same time."""
   far, near = rows_by_link(hop, ranks)
   if not far and not near:
     return 0.0

@@ -1,4 +1,4 @@
-"""A call on one rank: arguments checked, and made into what `rank_attention` takes."""
+"""A call on one rank: checks the arguments, and converts them for `rank_attention`."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def attend_on_rank(
   checkpoint_names: Any = None,
   implementation: Any = None,
 ) -> tuple[Any, AttnForwardMeta]:
-  """`calc_attn` for rows in any form; operands have been checked, and options have not.
+  """`calc_attn` for rows in any form. Operands must have been checked; options are checked here.
 
   Args:
     q: `[q_local, num_q_heads, head_dim]`.
-    rows: see `rank_attention`.
-    kv_like: shapes and dtypes of k and v.
-    key: the rank's part.
-    axis_name: as in `calc_attn`; so the options below that are not named here.
-    expand: see `RankConfig`.
-    constants: see `rank_attention`.
+    rows: as in `rank_attention`.
+    kv_like: the shapes and dtypes of k and v.
+    key: the rank's part of the key.
+    axis_name: as in `calc_attn`.
+    expand: as in `RankConfig`.
+    constants: as in `rank_attention`.
     softmax_scale: as in `calc_attn`.
     softcap: as in `calc_attn`.
     sink: as in `calc_attn`.
@@ -103,7 +103,7 @@ def attend_on_rank(
 
 
 def vary_all(tree: Any) -> Any:
-  """The same tree, with all arrays varying over the same mesh axes."""
+  """Makes all arrays of a tree vary over the same mesh axes."""
   leaves, treedef = jax.tree.flatten(tree)
   return jax.tree.unflatten(treedef, vary_together(*map(jnp.asarray, leaves)))
 
@@ -130,7 +130,7 @@ def part_of_rank(name: str, key: Any, axis_name: str) -> DistAttnKey:
 def check_local_lengths(
   queries: Mapping[str, Any], rows: Mapping[str, Any], key: DistAttnKey
 ) -> None:
-  """Arrays, by name, have as many rows as a rank of the key has."""
+  """Checks that arrays, by name, have as many rows as a rank of the key."""
   spec = key.spec
   sides = ((queries, spec.q_local, spec.q_len), (rows, spec.k_local, spec.k_len))
   for arrays, local, length in sides:
@@ -143,7 +143,7 @@ def check_local_lengths(
 
 
 def _check_grad_dtype(dtype: Any) -> np.dtype:
-  """In what gradients travel."""
+  """Checks the dtype in which gradients travel."""
   choices = [np.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)]
   try:
     found = choices[0] if dtype is None else np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Which hops bring the rows of each transfer, and where each row lies on its way.
+"""Finds the hops that bring the rows of each transfer, and the position of each row on its way.
 
 Everything here is numpy on the host, from ranges of rows to ranges of rows.
 """
@@ -28,13 +28,14 @@ class Routes:
   """How rows travel.
 
   Attributes:
-    rows: all that ranks need of others, and without overlap of their own, by rank, transfer and
-      position.
-    hops: of each transfer, with as many rows as there are.
-    send_runs: for each level, what ranks send: block and place in what is sent, and the same in
-      what it is taken from: 0 for own rows, and one for each block that came before.
-    sources: int64 `[len(rows), 2]`, the block and place that each range is taken from at last.
-    sizes: for each level, int64 `[sender, transfer, group size]`, rows.
+    rows: the rows that ranks need from others (without overlap, their own rows, too), sorted by
+      rank, transfer and position.
+    hops: the hops of each transfer, with as many rows as are needed.
+    send_runs: for each level, runs of the rows that ranks send: block and place in the sent array,
+      and block and place of the source. Source block 0 has own rows, and the blocks that arrived
+      earlier follow.
+    sources: int64 `[len(rows), 2]`, the block and place that each range is finally taken from.
+    sizes: for each level, int64 `[sender, transfer, group size]`, the number of rows.
   """
 
   rows: Rows
@@ -45,7 +46,7 @@ class Routes:
 
 
 def find_routes(rows: Rows, transport: Transport) -> Routes:
-  """The way of all rows, which have their transfers and are by rank, transfer and position."""
+  """The routes of rows that have transfers, and are sorted by rank, transfer and position."""
   legs = legs_of(rows, transport)
   sizes = tuple(leg.sizes() for leg in legs)
   hops = [
@@ -70,7 +71,7 @@ def find_routes(rows: Rows, transport: Transport) -> Routes:
 
 
 def _hops(number: int, sizes: list[np.ndarray], transport: Transport) -> tuple[Hop, ...]:
-  """Those of a transfer, for the rows that each level moves: int64 `[sender, group size]`."""
+  """The hops of a transfer, from the rows that each level moves: int64 `[sender, group size]`."""
   ranks, levels = transport.ranks, transport.levels
   by_level = dict(zip(levels, sizes, strict=True))
   if transport.given is not None:
@@ -91,7 +92,7 @@ def _hops(number: int, sizes: list[np.ndarray], transport: Transport) -> tuple[H
 
 
 def _send_runs(legs: list[Leg], number: int) -> Runs:
-  """Where what is sent lies, and where it is taken from."""
+  """The runs of the rows that are sent, with their sources."""
   leg = legs[number]
   sender, transfer, receiver, row, size, place = leg.content()
   taken = np.stack([np.zeros_like(row), row % leg.stride], axis=1)
@@ -109,12 +110,12 @@ def _send_runs(legs: list[Leg], number: int) -> Runs:
 
 
 def runs_of(group: np.ndarray, columns: np.ndarray, sizes: np.ndarray) -> Runs:
-  """Ranges as runs that end where nothing follows, neighbours that stay neighbours joined.
+  """Converts ranges to runs: joins ranges that stay adjacent, and marks gaps as empty.
 
   Args:
-    group: sorted.
+    group: the group of each range, sorted.
     columns: int64 `[n, 4]`: to_block, to_place, from_block, from_place; sorted in each group.
-    sizes: rows of each.
+    sizes: the number of rows of each range.
   """
   ends = columns + sizes[:, None] * np.array([0, 1, 0, 1])
   is_new = np.append(True, (group[1:] != group[:-1]) | (columns[1:] != ends[:-1]).any(axis=1))

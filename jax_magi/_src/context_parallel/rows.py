@@ -1,10 +1,10 @@
-"""In which form rows travel: as keys and values, or as something that both are made of.
+"""The form in which rows travel: as keys and values, or as arrays from which both are computed.
 
     rows     a rank's arrays `[n, ...]`: (k, v), or others, such as latents
-    wire     the same as one array `[n, width]`: what collectives move
-    k, v     what kernels take: the rows themselves, or `expand(rows, constants)`
+    wire     the same as one array `[n, width]`, which collectives move
+    k, v     the operands of kernels: the rows themselves, or `expand(rows, constants)`
 
-Gradients go the same way back. They come home as rows of float32, and are summed there.
+Gradients go the same way back. They return to the owner as float32 rows, and are summed there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RowForm:
 
   Attributes:
     shapes: for each array of rows, the shape of one row.
-    dtypes: likewise.
-    expand: makes k and v of rows and constants; None where rows are k and v.
+    dtypes: for each array of rows, its dtype.
+    expand: computes k and v from rows and constants. None if the rows are k and v.
   """
 
   shapes: tuple[tuple[int, ...], ...]
@@ -41,13 +41,13 @@ class RowForm:
 
   @classmethod
   def of(cls, rows: Sequence[Any], expand: OpenFunction | None) -> RowForm:
-    """That of these arrays."""
+    """The form of these arrays."""
     return cls(tuple(x.shape[1:] for x in rows), tuple(x.dtype for x in rows), expand)
 
   # --- the wire ---
 
   def joined(self, rows: Sequence[Any]) -> Any:
-    """One array, so that all of a token travels in one collective; not a bit of it changes."""
+    """Joins the arrays bitwise into one, so that a token travels in one collective."""
     return jnp.concatenate([_flat(self._as_wire(x)) for x in rows], axis=1)
 
   def parted(self, wire: Any) -> tuple[Any, ...]:
@@ -64,12 +64,12 @@ class RowForm:
     return tuple(parts)
 
   def joined_gradients(self, gradients: Sequence[Sequence[Any]]) -> Any:
-    """float32, of those arrays of rows that can have gradients: of a part of the rows each."""
+    """Joins the gradients of the differentiable arrays of parts of the rows, in float32."""
     columns = (jnp.concatenate(parts) for parts in zip(*gradients, strict=True))
     return jnp.concatenate([_flat(x.astype(np.float32)) for x in columns], axis=1)
 
   def parted_gradients(self, gradients: Any) -> tuple[Any, ...]:
-    """The inverse, in the dtypes of those arrays."""
+    """The inverse of `joined_gradients`, in the dtypes of the arrays."""
     parts, begin = [], 0
     for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
       if _has_gradient(dtype):
@@ -80,7 +80,7 @@ class RowForm:
 
   @property
   def _wire_dtype(self) -> np.dtype:
-    """That of all rows, or else unsigned integers that all of them are made of."""
+    """The common dtype of all arrays, or else an unsigned integer dtype that divides them all."""
     if len(set(self.dtypes)) == 1:
       return self.dtypes[0]
     return np.dtype(f"uint{8 * min(np.dtype(dtype).itemsize for dtype in self.dtypes)}")
@@ -97,7 +97,7 @@ class RowForm:
   def keys_and_values(
     self, rows: Sequence[Any], constants: Sequence[Any], slices: Any
   ) -> tuple[Any, Any]:
-    """k and v of a stage's rows; `slices` tell which of them matter."""
+    """k and v from a stage's rows. `slices` determine which rows are visible."""
     if self.expand is None:
       k, v = rows
       return k, v
@@ -107,9 +107,9 @@ class RowForm:
   def differentiated(
     self, rows: Sequence[Any], constants: Sequence[Any], slices: Any
   ) -> tuple[tuple[Any, Any], Callable[..., Any]]:
-    """The same, and what makes gradients of rows and constants of float32 dk and dv.
+    """k and v, and a function from float32 dk and dv to the gradients of rows and constants.
 
-    They are those of arrays that can have any; those of constants in float32.
+    There is one gradient for each differentiable array. Those of constants are float32.
     """
     expand = self.expand
     if expand is None:
@@ -141,7 +141,7 @@ class RowForm:
 
 
 def row_counts(spec: KeySpec, *, keeps_rows: bool) -> list[int]:
-  """How many rows there are in a stage, or in a part of one: all that `expand` is called with."""
+  """All numbers of rows with which `expand` is called: those of stages and of parts of stages."""
   lengths = [spec.k_local, *spec.capacities.rows]
   counts = {*lengths, *(spec.capacities.whole_rows or ())}
   if spec.overlap_degree and spec.cp_size > 1:
@@ -156,7 +156,7 @@ def row_counts(spec: KeySpec, *, keeps_rows: bool) -> list[int]:
 
 
 def differentiable(arrays: Sequence[Any]) -> list[Any]:
-  """Those that can have gradients."""
+  """The arrays that can have gradients."""
   return [x for x in arrays if _has_gradient(x.dtype)]
 
 
@@ -167,7 +167,7 @@ def gradients_of(arrays: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, 
 
 
 def _filled(arrays: Sequence[Any], some: Sequence[Any]) -> list[Any]:
-  """All of them, with `some` in the place of those that can have gradients."""
+  """All arrays, with `some` replacing those that can have gradients."""
   given = iter(some)
   return [next(given) if _has_gradient(x.dtype) else x for x in arrays]
 

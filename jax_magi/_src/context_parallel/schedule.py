@@ -1,8 +1,8 @@
 """The order of a rank's kernels and transfers, as XLA keeps it.
 
-A pass is a row of steps. In a step, transfers run beside one kernel, and neither needs the other; a
-step begins when the one before it is done. XLA's scheduler then has no choice but to start the
-transfers, launch the kernel, and wait for the transfers:
+A pass is a sequence of steps. In a step, transfers overlap with one kernel, and neither depends on
+the other. A step begins when the previous one is done. XLA's scheduler then has no choice but to
+start the transfers, launch the kernel, and wait for the transfers:
 
     forward, degree 2      kernel     | own keys | stage 1 | stage 2 |
                            transfer   | keys 1   | keys 2  |         |
@@ -10,18 +10,18 @@ transfers, launch the kernel, and wait for the transfers:
     backward, degree 2     kernel     | own, 1st part | stage 1 | stage 2     | own, 2nd part |
                            transfer   | keys 1        | keys 2  | gradients 1 | gradients 2   |
 
-With two hops, between nodes and inside a node, each kind of link has a row of its own. Keys of the
-rank's own node, which take one hop, are stage 1:
+With two hops, between nodes and inside a node, each kind of link has its own row. Keys of the
+rank's own node take one hop, and are stage 1:
 
     forward, degree 3      kernel     | own keys | stage 1 | stage 2 | stage 3 |
                            nodes      | keys 2   | keys 3  |         |         |
                            in a node  | keys 1   | keys 2  | keys 3  |         |
 
-Left to itself, XLA takes our kernels for nothing and transfers for everything: it joins transfers,
-and runs them before the first kernel. And it has one transfer in flight at a time, or two with the
-options that we recommend, so that each needs a kernel to hide behind. Where there are more
-transfers than kernels, kernels are cut: the one over a rank's own keys, which needs nothing, and in
-the backward pass those with keys on their way in and gradients on their way out.
+Without these steps, XLA assumes that our kernels take no time: it joins all transfers and runs them
+before the first kernel. XLA also keeps only one transfer in flight, or two with the recommended
+options, so each transfer needs a kernel to overlap with. If there are more transfers than kernels,
+kernels are divided: the one over a rank's own keys, which needs no transfer, and, in the backward
+pass, those during which keys arrive and gradients leave.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def side_by_side(
   *,
   with_barrier: bool,
 ) -> tuple[Any, Any, Any]:
-  """One step: `kernel(running, slices)`, and `move(sent)` for each move, which is but a transfer.
+  """One step: `kernel(running, slices)`, and `move(sent)` for each move, which is only a transfer.
 
-  Both begin when `done`, the results of steps before, and their operands are there; and nothing
-  that uses the results of either is run before both are done. So a transfer cannot wait for its
-  operand, or something else for it, while the kernel runs.
+  Kernel and transfers begin when `done`, the results of earlier steps, and their operands are
+  available. Nothing that uses their results runs before all of them are done. Therefore no transfer
+  waits for its operand while the kernel runs, and nothing else waits for the transfer.
 
   Args:
-    done: a pytree.
-    kernel: of two operands that differ from step to step at no cost; None is none.
-    running: results of kernels before this one, to whose memory it may write: nothing else takes
-      them from here on.
+    done: a pytree of results of earlier steps.
+    kernel: a function of two operands, which may differ from step to step; None for no kernel.
+    running: the results of earlier kernels, whose memory the kernel may reuse. Nothing else may
+      use them afterwards.
     slices: the mask.
-    moves: none, or a few.
-    sent: the operand of each.
-    with_barrier: whether the kernel waits until the GPU has taken up the transfer.
+    moves: the transfers, if any.
+    sent: the operand of each transfer.
+    with_barrier: whether the kernel waits until the GPU has started the transfer.
 
   Returns:
-    `done`, to be used instead of what was given; the kernel's result, or `running` without a
-    kernel; and the results of the moves.
+    `done`, which replaces the argument; the result of the kernel, or `running` without a kernel;
+    and the results of the transfers.
   """
   done, running, slices, sent = lax.optimization_barrier((done, running, slices, list(sent)))
   arrived = [move(x) for move, x in zip(moves, sent, strict=True)]
@@ -81,13 +81,13 @@ def side_by_side(
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A part of a stage's kernel, and the hops beside it.
+  """A part of a stage's kernel, and the hops that overlap with it.
 
   Attributes:
-    stage: 0 is the rank's own keys; -1 is no kernel.
-    part: which of the stage's parts.
-    casts: (stage, hop) of keys on their way in.
-    reduces: (stage, hop) of gradients on their way back.
+    stage: the stage of the kernel. 0 is that of the rank's own keys; -1 means no kernel.
+    part: the index of the part of the stage.
+    casts: (stage, hop) of arriving keys.
+    reduces: (stage, hop) of returning gradients.
   """
 
   stage: int
@@ -98,13 +98,13 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-  """What may be chosen about the steps of a pass. Whatever is chosen, the results are the same.
+  """The order of the steps of a pass. It affects only the speed, not the results.
 
   Attributes:
     stages: the stages with a transfer, in the order of their kernels.
-    parts: into how many parts each of these kernels is cut, for transfers to hide behind.
-    own: for each step before these kernels, and then for each one after them, whether a part of
-      the kernel over the rank's own keys runs in it. Empty is all of them.
+    parts: the number of parts into which each of these kernels is divided, to hide transfers.
+    own: for each step before these kernels, and then for each step after them, whether a part of
+      the kernel over the rank's own keys runs in it. Empty means all of them.
   """
 
   stages: tuple[int, ...]
@@ -113,7 +113,7 @@ class Order:
 
 
 def default_order(num_hops: Sequence[int], *, is_backward: bool = False) -> Order:
-  """Stages in order. A kernel that has keys coming and gradients returning beside it is cut."""
+  """Stages in order. A kernel during which keys arrive and gradients return is divided."""
   stages = range(1, len(num_hops) + 1)
   parts = [1] * len(num_hops)
   if is_backward:
@@ -126,10 +126,10 @@ def default_order(num_hops: Sequence[int], *, is_backward: bool = False) -> Orde
 def _casts(
   num_hops: Sequence[int], order: Order, taken: set[tuple[int, int]]
 ) -> list[tuple[int, tuple[int, int]]]:
-  """(slot, (stage, hop)) of keys on their way in: each as late as possible.
+  """(slot, (stage, hop)) of arriving keys, each as late as possible.
 
-  Slots are numbered from the first kernel of a stage with a transfer. `taken` are slots and kinds
-  of links: of each kind, there is one transfer at a time.
+  Slots are numbered from the first kernel of a stage with a transfer. `taken` has the used slots of
+  each kind of link, because each kind carries one transfer at a time.
   """
   found = []
   begin = sum(order.parts)
@@ -148,7 +148,7 @@ def _casts(
 def _reduces(
   num_hops: Sequence[int], order: Order, taken: set[tuple[int, int]]
 ) -> list[tuple[int, tuple[int, int]]]:
-  """The same of gradients on their way back: each as early as possible."""
+  """(slot, (stage, hop)) of returning gradients, each as early as possible."""
   found = []
   end = 0
   for stage, parts in zip(order.stages, order.parts, strict=True):
@@ -173,9 +173,9 @@ def steps_of(
   """The steps of a pass.
 
   Args:
-    num_hops: of the transfer of each stage of remote keys, from stage 1 on.
-    order: None is `default_order`.
-    is_fetching: whether keys are fetched, or else there already.
+    num_hops: the number of hops of each transfer, from stage 1 on.
+    order: the order of steps. None means `default_order`.
+    is_fetching: whether keys are fetched. False if they were kept in memory.
     is_backward: whether gradients are sent back.
   """
   order = order or default_order(num_hops, is_backward=is_backward)
@@ -204,7 +204,7 @@ def steps_of(
 
 
 def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
-  """Orders to choose from, the default first."""
+  """Candidates for the order of steps, the default first."""
   default = default_order(num_hops, is_backward=is_backward)
   found = [default]
   if is_backward and len(num_hops) > 1:
@@ -226,12 +226,12 @@ def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
 
 
 def num_parts_of(steps: Sequence[Step], stage: int) -> int:
-  """Into how many parts a stage is cut."""
+  """The number of parts into which a stage is divided."""
   return sum(step.stage == stage for step in steps)
 
 
 def part_of_rows(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
-  """Begin and end of a part of rows."""
+  """The begin and end of a part of the rows."""
   multiple = _ROW_MULTIPLE if num_rows >= num_parts * _ROW_MULTIPLE else 1
 
   def begin(part: int) -> int:
@@ -241,13 +241,13 @@ def part_of_rows(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
 
 
 def slices_of_queries(slices: Any, begin: int, end: int) -> Any:
-  """What slices `[..., 6]` show to some queries."""
+  """Restricts slices `[..., 6]` to some queries."""
   queries = jnp.clip(slices[..., :2], begin, end)
   return jnp.concatenate([queries, slices[..., 2:]], axis=-1)
 
 
 def slices_of_keys(slices: Any, begin: int, end: int) -> Any:
-  """What slices `[..., 6]` show of some keys, numbered from 0."""
+  """Restricts slices `[..., 6]` to some keys, which are then numbered from 0."""
   keys = jnp.clip(slices[..., 2:4], begin, end) - begin
   bands = jnp.maximum(slices[..., 4:], begin - UNBOUNDED) - begin
   return jnp.concatenate([slices[..., :2], keys, bands], axis=-1)

@@ -1,4 +1,4 @@
-"""How many multiprocessors kernels leave to the communication that runs beside them."""
+"""The number of SMs that kernels leave free for overlapping communication."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENVIRONMENT = (
 
 
 def sm_margins(sm_margin: Any) -> tuple[int, int]:
-  """Of forward and backward kernels: a number, a pair, or None for the environment's, or else 0."""
+  """The margins of forward and backward kernels: from a number, a pair, the environment, or 0."""
   if sm_margin is None:
     forward, backward = (_from_environment(name) for name in ENVIRONMENT)
     return forward, backward

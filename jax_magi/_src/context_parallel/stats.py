@@ -1,4 +1,4 @@
-"""What a plan costs, in numbers."""
+"""Statistics of a plan: work and traffic."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class LevelStats:
   """Traffic on one level: among all ranks, between nodes, or inside nodes.
 
   Attributes:
-    rows_sent: int64 `[cp_size]`, rows that each rank sends, its own or others' that it passes on.
-    rows_received: int64 `[cp_size]`.
-    padded_rows: what each rank sends and receives, padding included: what moves.
-    collectives: what moves them, for each transfer.
+    rows_sent: int64 `[cp_size]`, the rows that each rank sends, including rows that it forwards.
+    rows_received: int64 `[cp_size]`, the rows that each rank receives.
+    padded_rows: the rows that each rank sends and receives including padding, which is what moves.
+    collectives: the collectives of each transfer.
   """
 
   rows_sent: np.ndarray
@@ -115,13 +115,13 @@ def _name(hop: Hop) -> str:
 
 
 def _rows_needed(runs: np.ndarray) -> np.ndarray:
-  """int64 `[cp_size]`: rows of stages' buffers that are not a rank's own."""
+  """int64 `[cp_size]`: the rows of stage buffers that come from other ranks."""
   lengths = np.diff(runs[:, :, :, 1], axis=2)
   return np.where(runs[:, :, :-1, 2] > 0, lengths, 0).sum(axis=(1, 2))
 
 
 def pair_rows(spec: KeySpec, pairs: tuple[Any, ...]) -> np.ndarray:
-  """int64 `[sender, receiver]`: rows that pass between ranks, on all levels."""
+  """int64 `[sender, receiver]`: the rows that move between ranks, on all levels."""
   total = np.zeros((spec.cp_size, spec.cp_size), np.int64)
   for number, level in enumerate(spec.levels):
     groups = spec.ranks.groups(level) or [list(range(spec.cp_size))]

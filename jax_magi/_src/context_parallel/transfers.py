@@ -1,4 +1,4 @@
-"""Which transfer brings which rows.
+"""Assigns rows to transfers.
 
 Everything here is numpy on the host, from ranges of rows to ranges of rows.
 """
@@ -20,7 +20,7 @@ _TURNS = 4
 
 
 def with_transfers(rows: Rows, transport: Transport) -> Rows:
-  """The same ranges, cut where needed, each with the transfer that brings it."""
+  """Assigns a transfer to each range of rows, and cuts ranges if needed."""
   count = transport.num_far
   if transport.gathers:
     rows = _in_parts(rows, transport.part_length, count)
@@ -40,7 +40,7 @@ def with_transfers(rows: Rows, transport: Transport) -> Rows:
 
 
 def _in_parts(rows: Rows, unit: int, count: int) -> Rows:
-  """Units of every owner's rows, in turns."""
+  """Assigns pieces of every owner's rows to transfers in turn."""
   index, number, local, end = cut(rows.local, rows.local + rows.size, unit)
   rows = rows[index]
   begin = rows.begin + local - rows.local
@@ -48,7 +48,7 @@ def _in_parts(rows: Rows, unit: int, count: int) -> Rows:
 
 
 def _in_order(rows: Rows, transport: Transport) -> Rows:
-  """By position, as many rows of each rank, or node, in each."""
+  """Assigns rows to transfers by position, with equally many rows of each rank or node in each."""
   count, level = transport.num_far, transport.levels[0]
   group, owner = (transport.ranks.index(level, x) for x in (rows.rank, rows.owner))
   moving = rows[group != owner]
@@ -70,7 +70,7 @@ def _in_order(rows: Rows, transport: Transport) -> Rows:
 def _cut_at(
   rows: Rows, transfer: np.ndarray, group: np.ndarray, bound: np.ndarray
 ) -> tuple[Rows, np.ndarray, np.ndarray]:
-  """Ranges cut in two where their group's bound lies inside."""
+  """Cuts each range that contains the bound of its group in two."""
   at = bound[group] - rows.begin
   is_cut = (0 < at) & (at < rows.size)
   index = np.repeat(np.arange(len(is_cut)), 1 + is_cut)
@@ -85,9 +85,9 @@ def _cut_at(
 
 
 def _padded(rows: Rows, transport: Transport) -> float:
-  """Rows that move in all far transfers, padding included; and the largest counts once more.
+  """The rows that move in all far transfers, including padding. The largest transfer counts twice.
 
-  The sum alone would be least with everything in one transfer, beside which nothing runs.
+  Without that, a single transfer for all rows would be the cheapest, and nothing would overlap it.
   """
   count = transport.num_far
   leg = legs_of(rows, dataclasses.replace(transport, num_transfers=count))[0]

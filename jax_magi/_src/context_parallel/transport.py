@@ -1,4 +1,4 @@
-"""How the rows of a plan travel: what each step of the planner has to know of it."""
+"""The transport of a plan's rows, as the steps of the planner need it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Transport:
 
   Attributes:
     name: as in `magi_attn_flex_key`, but not "auto".
-    ranks: of the axis, and their nodes.
-    k_local: rows of a rank.
-    num_transfers: in how many transfers.
-    gathers: whether whole parts of all ranks' rows move, at least between nodes.
-    permutes: whether rows that all go to the same neighbours may travel by permutations.
-    given: hops whose kinds are taken over; None if each is to be the one that moves least.
+    ranks: the ranks of the axis, and their nodes.
+    k_local: the number of key rows of a rank.
+    num_transfers: the number of transfers.
+    gathers: whether all rows of all ranks move, at least between nodes.
+    permutes: whether permutations may move rows that only go to the same neighbours.
+    given: hops whose kinds must be kept. None if each hop may be the one that moves the least.
   """
 
   name: str
@@ -32,35 +32,34 @@ class Transport:
 
   @property
   def levels(self) -> tuple[str, ...]:
-    """Those that rows travel on."""
+    """The levels on which rows travel."""
     return levels_of(self.name, self.ranks)
 
   @property
   def num_near(self) -> int:
-    """Transfers, the first, that are of rows from the same node alone: 0 or 1.
+    """The number of transfers with only rows from the same node, which come first: 0 or 1.
 
-    What comes from the same node needs one hop only. What comes from other nodes has crossed by the
-    time it has arrived.
+    Rows from the same node need only one hop. While they arrive, rows from other nodes cross.
     """
     return int(is_near_first(self.levels, self.num_transfers))
 
   @property
   def num_far(self) -> int:
-    """All other transfers."""
+    """The number of all other transfers."""
     return self.num_transfers - self.num_near
 
   @property
   def part_length(self) -> int:
-    """Rows that each rank gives to one all-gather; the last ones may have fewer."""
+    """The rows that each rank contributes to one all-gather. The last all-gather may have fewer."""
     return math.ceil(self.k_local / self.num_far)
 
 
 def levels_of(transport: str, ranks: Ranks) -> tuple[str, ...]:
-  """The levels that rows travel on."""
+  """The levels on which the rows of a transport travel."""
   is_two = transport == "two_level" and 1 < ranks.per_node < ranks.count
   return (NODE, LOCAL) if is_two else (ALL,)
 
 
 def is_near_first(levels: tuple[str, ...], num_transfers: int) -> bool:
-  """Whether the first transfer is of rows from the same node alone."""
+  """Whether the first transfer has only rows from the same node."""
   return len(levels) == 2 and num_transfers > 1

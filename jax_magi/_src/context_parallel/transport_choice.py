@@ -1,4 +1,4 @@
-"""Which transport a plan takes, from the rows that ranks need."""
+"""Chooses the transport of a plan from the rows that ranks need."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def choose_transport(
   given: tuple[tuple[Hop, ...], ...] | None,
   links: Links,
 ) -> Transport:
-  """The transport of a name; for "auto", the one that takes the least time.
+  """The transport with this name; for "auto", the one that takes the least time.
 
   Args:
-    rows: all that are needed.
+    rows: all rows that ranks need.
     name: as in `magi_attn_flex_key`.
-    ranks: of the axis, and their nodes.
-    k_local: rows of a rank.
-    num_transfers: in how many transfers.
-    given: hops whose kinds the plan has to keep, or None.
-    links: what rows cost, for "auto".
+    ranks: the ranks of the axis, and their nodes.
+    k_local: the number of key rows of a rank.
+    num_transfers: the number of transfers.
+    given: hops whose kinds the plan must keep, or None.
+    links: the speeds that determine the cost of rows, for "auto".
   """
   # If the caller chose all_to_all, all masks use it, so that they share programs.
   permutes = name != "all_to_all"
@@ -43,7 +43,7 @@ def choose_transport(
 
 
 def _cheapest(moved: dict[str, tuple[int, int]], links: Links) -> str:
-  """The transport that takes the least time; of those that take about as long, the simplest."""
+  """The transport with the least time, or the simplest one if several take about as long."""
 
   def cost(transport: str) -> float:
     far, near = moved[transport]
@@ -54,7 +54,7 @@ def _cheapest(moved: dict[str, tuple[int, int]], links: Links) -> str:
 
 
 def _moved(rows: Rows, ranks: Ranks, k_local: int) -> dict[str, tuple[int, int]]:
-  """Rows that the busiest rank moves between nodes and inside its node, padding included."""
+  """The rows that the busiest rank moves between nodes and inside its node, including padding."""
   n, nodes = ranks.count, ranks.num_nodes
   found = {"all_gather": ((nodes - 1) * k_local, (n - 1) * k_local)}
   for way in (Transport(name, ranks, k_local) for name in ("all_to_all", "two_level")):

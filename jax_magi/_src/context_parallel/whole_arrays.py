@@ -1,4 +1,4 @@
-"""Attention of all ranks on whole arrays, in plain `jit`: it wraps `shard_map` itself."""
+"""Attention of all ranks on whole arrays, in plain `jit`. It calls `shard_map` itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from jax_magi._src.transforms.explicit import split_over
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """How whole arrays lie on a mesh.
+  """How whole arrays are split over a mesh.
 
   Attributes:
-    mesh: has the axes below.
-    axis_name: over which the sequence is split.
-    batch_axis: over which the batch is split, if it is.
-    head_axis: over which heads are split, if they are.
-    has_batch: whether arrays have a leading batch.
+    mesh: the mesh with the axes below.
+    axis_name: the axis over which the sequence is split.
+    batch_axis: the axes over which the batch is split, if it is.
+    head_axis: the axes over which heads are split, if they are.
+    has_batch: whether arrays have a leading batch axis.
   """
 
   mesh: Any
@@ -37,7 +37,7 @@ class Layout:
 
   @classmethod
   def of(cls, q: Any, mesh: Any, axis_name: str, batch_axis: Any, head_axis: Any) -> Layout:
-    """That of queries `[rows, heads, dim]`, or with a leading batch, checked."""
+    """Checks queries `[rows, heads, dim]`, or with a leading batch; returns their layout."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
       raise ValueError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
@@ -59,17 +59,17 @@ class Layout:
 
   @property
   def cp_size(self) -> int:
-    """Ranks over which the sequence is split."""
+    """The number of ranks over which the sequence is split."""
     return int(self.mesh.shape[self.axis_name])
 
   @property
   def rows(self) -> P:
-    """Of arrays of rows."""
+    """The PartitionSpec of arrays of rows."""
     return P(*self._batch, self.axis_name)
 
   @property
   def with_heads(self) -> P:
-    """Of arrays of rows, whose next axis is that of heads."""
+    """The PartitionSpec of arrays of rows whose next axis is that of heads."""
     return P(*self._batch, self.axis_name, self.head_axis)
 
   @property
@@ -84,7 +84,7 @@ class Layout:
     *,
     has_heads: bool,
   ) -> None:
-    """What `shard_map` would refuse in its own words, and a batch without rows."""
+    """Checks arrays of rows, with clearer errors than those of `shard_map`."""
     for name, x in arrays.items():
       if has_heads and x.ndim != 3 + self.has_batch:
         raise ValueError(f"{name} must have as many axes as q, got {list(x.shape)}")
@@ -111,12 +111,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-  """Which queries see which keys, as every rank gets its part of it: a key, or document numbers.
+  """The operand that says which keys each query sees: a key, or document numbers.
 
   Attributes:
-    tree: of arrays, or None.
-    spec: their PartitionSpec.
-    batch_axis: of the arrays, where there is one for each row of the batch; None is one for all.
+    tree: a tree of arrays, or None.
+    spec: the PartitionSpec of the arrays.
+    batch_axis: the batch axis of the arrays, if each row of the batch has its own; or else None.
   """
 
   tree: Any
@@ -158,17 +158,17 @@ def attend_whole(
   """Attention of all ranks.
 
   Args:
-    layout: of q.
-    attend: `attend(q, rows, plan, sink, *constants)` of one rank and one row of the batch.
+    layout: the layout of q.
+    attend: `attend(q, rows, plan, sink, *constants)` for one rank and one row of the batch.
     q: `[cp_size * local, num_q_heads, head_dim]`, or with a leading batch.
     rows: a tree of arrays of rows.
-    row_specs: a tree of their PartitionSpecs.
-    placed: what `plan` is a part of.
+    row_specs: a tree of the PartitionSpecs of `rows`.
+    placed: the operand whose part for one rank is `plan`.
     sink: as in `calc_attn`, or None.
-    constants: a tuple of what else `attend` takes.
-    constant_specs: their PartitionSpecs.
+    constants: a tuple of the further operands of `attend`.
+    constant_specs: the PartitionSpecs of `constants`.
     return_max_logits: as in `calc_attn`.
-    reduce_max_logits: must be True where maxima are returned.
+    reduce_max_logits: must be True if maxima are returned.
 
   Returns:
     out and meta of whole arrays.

@@ -1,13 +1,13 @@
-"""Forward stages that merge nothing: each query is computed once, when all of its keys are there.
+"""Forward stages without merging: each query is computed once, after all its keys have arrived.
 
-By default a stage computes over what one transfer brings. The results of a query are then merged
-from several calls, each of which reads and writes them in float32. Where many queries need few keys
-of other ranks, it is faster to let queries wait:
+By default, a stage computes with the keys of one transfer. The results of a query are then merged
+over several calls, each of which reads and writes them in float32. If many queries need few keys of
+other ranks, it is faster to let queries wait:
 
     stage 0    queries that need only keys of their own rank
-    stage s    queries whose last keys come with transfer s, over all keys that they need
+    stage s    queries whose last keys arrive with transfer s, over all keys that they need
 
-Everything here is numpy on the host, from ranges to ranges.
+Everything here is numpy on the host, and works on ranges.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _UNIT = 256
 
 @dataclasses.dataclass(frozen=True)
 class WholeQueries:
-  """The forward pass of a plan in which no query is divided among stages.
+  """The forward pass of a plan that computes each query in one stage.
 
   Attributes:
-    slices: rank * num_stages + stage, and int64 slices of the stage's queries and its buffer.
-    take_runs: rank * num_transfers + transfer, and runs of the buffer of the stage that follows
-      this transfer. Block 0 is the rank's own rows; the blocks of all transfers follow in order.
-    num_rows: int64 `[rank, transfer]`, rows of these buffers.
+    slices: rank * num_stages + stage, and int64 slices over the rank's queries and the buffer.
+    take_runs: rank * num_transfers + transfer, and runs of the buffer of the stage after this
+      transfer. Block 0 has the rank's own rows. The blocks of all transfers follow in order.
+    num_rows: int64 `[rank, transfer]`, the number of rows of these buffers.
   """
 
   slices: tuple[np.ndarray, np.ndarray]
@@ -44,7 +44,7 @@ class WholeQueries:
   num_rows: np.ndarray
 
   def areas(self) -> np.ndarray:
-    """int64 `[ranks, stages]`: visible pairs."""
+    """int64 `[ranks, stages]`: the number of visible pairs."""
     num_ranks, num_transfers = self.num_rows.shape
     group, slices = self.slices
     areas = np.bincount(group, area_of(slices), num_ranks * (num_transfers + 1))
@@ -52,12 +52,12 @@ class WholeQueries:
 
 
 def whole_queries(needs: Needs, routes: Routes, ranks: Ranks) -> WholeQueries:
-  """The stages of whole queries, for transfers that are planned already.
+  """The stages of whole queries, for transfers that are already planned.
 
   Args:
-    needs: of the ranks.
-    routes: of the rows that ranks need of others.
-    ranks: of the axis.
+    needs: the needs of the ranks.
+    routes: the routes of the rows that ranks need from others.
+    ranks: the ranks of the axis.
   """
   num_transfers = len(routes.hops)
   order = np.lexsort((routes.rows.begin, routes.rows.rank))
@@ -89,7 +89,7 @@ def whole_queries(needs: Needs, routes: Routes, ranks: Ranks) -> WholeQueries:
 
 
 def _stages(pieces: Pieces, rows: Rows) -> np.ndarray:
-  """int64: the stage of each piece: after the last transfer that any piece of its queries needs."""
+  """int64: the stage of each piece, after the last transfer that any piece of its queries needs."""
   index, run = overlapping(
     pieces.rank, *key_ranges(pieces.slices), rows.rank, rows.begin, rows.begin + rows.size
   )
@@ -100,9 +100,10 @@ def _stages(pieces: Pieces, rows: Rows) -> np.ndarray:
 
 
 def _with_sources(needed: Rows, rows: Rows, sources: np.ndarray) -> tuple[Rows, np.ndarray]:
-  """Needed ranges cut where their sources change, and int64 `[n, 2]`: the block and place of each.
+  """Needed ranges, cut where their sources change, and the source of each, int64 `[n, 2]`.
 
-  `rows` are those of other ranks, by rank and position, and come from `sources`.
+  `rows` are rows of other ranks, sorted by rank and position. They come from `sources` (block and
+  place).
   """
   is_own = needed.owner == needed.rank
   own = needed[is_own]
