@@ -64,11 +64,11 @@ inline bool RunsOn(Architecture architecture, int compute_capability) {
   return false;
 }
 
-// The least shared memory that a block may use on any GPU that runs the kernels.
+// The least shared memory that a CTA may use on any GPU that runs the kernels.
 constexpr int kLeastSharedMemory = 99 << 10;
 
-// The shared memory that a block may use on a GPU, when there is none to ask: the opt-in maximum of
-// NVIDIA's table of compute capabilities.
+// The shared memory that a CTA may use on a GPU, if there is no device to query: the opt-in maximum
+// in NVIDIA's table of compute capabilities.
 constexpr int SharedMemoryOf(int compute_capability) {
   const int major = compute_capability / 10;
   if (compute_capability == 80 || compute_capability == 87) return 163 << 10;
@@ -76,10 +76,10 @@ constexpr int SharedMemoryOf(int compute_capability) {
   return kLeastSharedMemory;
 }
 
-// What kernels are chosen by, besides the call: the same when a call is traced and when it runs.
+// What the choice of kernels depends on, besides the call. It is the same at trace and run time.
 struct Target {
   Architecture architecture = Architecture::kNone;
-  int shared_memory_bytes = kLeastSharedMemory;  // What a block may use.
+  int shared_memory_bytes = kLeastSharedMemory;  // What a CTA may use.
 };
 
 }  // namespace jax_magi

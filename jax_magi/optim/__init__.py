@@ -1,6 +1,6 @@
 """Muon QK-Clip: keeps attention logits at a threshold by scaling query and key projections.
 
-Optax is needed by `qk_clip` and `muon_clip` alone.
+Only `qk_clip` and `muon_clip` need Optax.
 """
 
 from jax_magi._src.optim.clip import apply_qk_clip, qk_clip_gamma

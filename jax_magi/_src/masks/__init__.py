@@ -1,1 +1,1 @@
-"""Masks as data: slices, the class around them, its constructors and pictures."""
+"""Masks as data: slices, the mask class, its constructors, and pictures."""

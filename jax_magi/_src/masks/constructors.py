@@ -1,6 +1,6 @@
-"""The slices of masks that have a name, and how many queries and keys they are for.
+"""The slices of named masks, with their numbers of queries and keys.
 
-A new one is a function here, and a class method of `AttentionMask` that calls it.
+To add a mask, write a function here, and a class method of `AttentionMask` that calls it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MaskType(enum.IntFlag):
 def sliding_window(
   q_len: Any, k_len: Any, *, left: int | None, right: int | None, align: str
 ) -> Parts:
-  """One slice: a band, or the whole rectangle where neither side has a limit."""
+  """One slice: a band, or the whole rectangle if neither side has a limit."""
   q_len = check_length("q_len", q_len)
   k_len = q_len if k_len is None else check_length("k_len", k_len)
   diagonal = 0 if _is_top_left(align) else k_len - q_len
@@ -86,7 +86,7 @@ def from_ranges(
 
 
 def from_dense(dense: Any) -> tuple[np.ndarray, int, int]:
-  """As few slices as the runs of rows are whose intervals of keys one band fits."""
+  """One slice for each run of rows whose key intervals fit one band."""
   value = known_value(dense)
   if value is None:
     raise ValueError(
@@ -104,7 +104,7 @@ def from_dense(dense: Any) -> tuple[np.ndarray, int, int]:
 def from_cu_seqlens(
   cu_seqlens_q: Any, cu_seqlens_k: Any, *, causal: Any, align: str, q_len: Any, k_len: Any
 ) -> Parts:
-  """One slice per document, of cumulative lengths `[num_documents + 1]`."""
+  """One slice per document, from cumulative lengths `[num_documents + 1]`."""
   cu_q = unsplit(as_int32("cu_seqlens_q", cu_seqlens_q, ("num_documents + 1",)))
   if cu_seqlens_k is None:
     cu_k, k_len = cu_q, q_len if k_len is None else k_len
@@ -149,7 +149,7 @@ def from_segment_ids(
   window: Any = None,
   align: str = "bottom_right",
 ) -> Parts:
-  """One slice per segment, zeros for those that are absent."""
+  """One slice per segment, and slices of zeros for absent segments."""
   slices, _ = checked_segment_ids(
     ids,
     max_segments,
@@ -173,7 +173,7 @@ def checked_segment_ids(
   align: str = "bottom_right",
   names: tuple[str, str] = ("ids", "kv_ids"),
 ) -> tuple[np.ndarray | jax.Array, Any]:
-  """The slices, and whether traced ids are broken; `names` are those of both ids."""
+  """The slices, and whether traced ids are invalid. `names` names both ids in errors."""
   max_segments = check_length("max_segments", max_segments)
   ids = as_ids(names[0], ids, ("q_len",))
   key_ids = ids if kv_ids is None else as_ids(names[1], kv_ids, ("k_len",))
@@ -247,7 +247,7 @@ def shared_question(question_len: Any, answer_lens: Any) -> Parts:
 
 
 def prefix_tree(parents: Any, lengths: Any) -> Parts:
-  """A slice per node and run of its descendants: one where these come right after it."""
+  """One slice per node and run of its descendants: one per node if descendants follow directly."""
   parents = as_int32("parents", parents, ("num_nodes",))
   lengths = as_int32("lengths", lengths, (parents.shape[0],))
   for name, x in (("parents", parents), ("lengths", lengths)):

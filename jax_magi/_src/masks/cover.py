@@ -1,9 +1,9 @@
-"""Slices that show what a dense mask shows.
+"""Finds slices that make the same pairs visible as a dense mask.
 
-A row of a dense mask is a list of intervals of keys. Under one slice, the begin of a row's interval
-stays where it is from row to row, until it moves on by one key a row; its end moves on by one key a
-row, until it stays. So intervals of consecutive rows are linked where both ends stay or move by
-one, and the chains that this gives are cut wherever the order of staying and moving is another.
+A row of a dense mask is a list of intervals of keys. In a slice, the begin of the interval is
+constant over the first rows, and then advances by one key per row. The end first advances by one
+key per row, and is then constant. So intervals of consecutive rows are linked into chains if each
+end stays or advances by one, and a chain is cut where that order of staying and advancing breaks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _MAX_ELEMENTS = 1 << 24
 
 
 def cover(dense: np.ndarray, max_slices: int | None = None) -> np.ndarray | None:
-  """int32 `[num_slices, 6]`, no two of which share a pair, and none of which is empty.
+  """int32 `[num_slices, 6]`, disjoint and not empty.
 
   Args:
     dense: bool `[q_len, k_len]`.
-    max_slices: None is returned where there would be more. It is known early.
+    max_slices: a limit on the number of slices. If there would be more, the result is None, and the
+      function returns early.
   """
   found = _intervals(dense, max_slices)
   if found is None:
@@ -50,7 +51,7 @@ def cover(dense: np.ndarray, max_slices: int | None = None) -> np.ndarray | None
 def _intervals(
   dense: np.ndarray, max_slices: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-  """Row, first key and one past the last key of each interval, in order."""
+  """The row, the first key and the end of each interval, in order."""
   q_len, k_len = dense.shape
   num_rows = max(_MAX_ELEMENTS // max(k_len, 1), 1)
   parts = []
@@ -71,7 +72,7 @@ def _intervals(
 def _chains(
   row: np.ndarray, begin: np.ndarray, end: np.ndarray, k_len: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The intervals chain by chain, as an order of them; and where in it a chain begins."""
+  """An order that sorts intervals by chain, and the positions in it at which a chain begins."""
   place = row * (k_len + 1) + begin
   index = np.arange(len(row))
   before = index.copy()  # The interval to which each is linked, or itself.
@@ -89,7 +90,7 @@ def _chains(
 
 
 def _cuts(is_head: np.ndarray, begin_moves: np.ndarray, end_moves: np.ndarray) -> np.ndarray:
-  """Where a chain needs another slice: its begin stays after it moved, or its end moves again."""
+  """Where a chain needs another slice: a begin stays after advancing, or an end advances again."""
   could = np.append(False, (begin_moves[1:] < begin_moves[:-1]) | (end_moves[1:] > end_moves[:-1]))
   # Moves are defined neither for the first interval of a chain nor for the first after a cut.
   could &= ~(is_head | np.append(False, is_head[:-1]))

@@ -245,7 +245,7 @@ class AttentionMask:
     return mask
 
   def __setstate__(self, state: dict[str, Any]) -> None:
-    """For pickle and copy, which make arrays that can be written to."""
+    """For pickle and copy, which would make the slices writeable."""
     for name, value in state.items():
       object.__setattr__(self, name, value)
     if isinstance(self.slices, np.ndarray):
@@ -301,13 +301,13 @@ class AttentionMask:
     same.
 
     Args:
-      q_begin: first query of the window. The four bounds may be traced integers.
-      q_end: one past its last query.
-      k_begin: first key of the window.
-      k_end: one past its last key.
-      q_len: number of queries of the new mask (static); None is `q_end - q_begin`, which must then
-        be static. Queries beyond the window see nothing.
-      k_len: number of its keys, likewise.
+      q_begin: the first query of the window. The four bounds may be traced integers.
+      q_end: one past the last query of the window.
+      k_begin: the first key of the window.
+      k_end: one past the last key of the window.
+      q_len: the number of queries of the new mask (static). None means `q_end - q_begin`, which
+        must then be static. Queries beyond the window see nothing.
+      k_len: the number of keys of the new mask (static). None means `k_end - k_begin`.
     """
     q_begin, q_end, q_len = _bounds("q", q_begin, q_end, q_len)
     k_begin, k_end, k_len = _bounds("k", k_begin, k_end, k_len)
@@ -370,7 +370,7 @@ class AttentionMask:
 
 
 def _bounds(side: str, begin: Any, end: Any, length: Any) -> tuple[Any, Any, int]:
-  """Bounds of a window, static or traced, and how long the mask in it is."""
+  """Checks the bounds of a window, static or traced; returns them with the length of the mask."""
   begin, end = _bound(f"{side}_begin", begin), _bound(f"{side}_end", end)
   if length is not None:
     return begin, end, check_length(f"{side}_len", length)
@@ -383,7 +383,7 @@ def _bounds(side: str, begin: Any, end: Any, length: Any) -> tuple[Any, Any, int
 
 
 def _bound(name: str, x: Any) -> Any:
-  """A static integer, or a traced one."""
+  """Checks a static or traced integer."""
   if not isinstance(x, jax.Array):
     return check_position(name, x)
   x = as_int32(name, x, ())

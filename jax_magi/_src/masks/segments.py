@@ -1,6 +1,7 @@
-"""Packed documents, given by the number that each token has: "segment ids" of data pipelines.
+"""Packed documents, given by the number of each token's document (segment ids of data pipelines).
 
-Numbers are any that are not negative, in any order; a document is a run of tokens with one number.
+Numbers may be any non-negative integers in any order. A document is a run of tokens with one
+number.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _INT32 = np.iinfo(np.int32)
 
 
 class Segments(NamedTuple):
-  """Documents of a row in their order, `[max_segments]` each; those that are absent are empty.
+  """The documents of a row in their order, `[max_segments]` each. Absent documents are empty.
 
   Attributes:
-    begin: int32, the first token.
-    end: int32, one past the last one.
-    ids: int32, the document's number.
+    begin: int32, the first token of each document.
+    end: int32, one past the last token of each document.
+    ids: int32, the number of each document.
     is_broken: whether numbers are negative, a document is not contiguous, or there are more than
-      `max_segments`. False where numbers are known: then these are errors.
+      `max_segments` documents. Always False for known numbers, for which these are errors.
   """
 
   begin: Any
@@ -36,7 +37,7 @@ class Segments(NamedTuple):
 
 
 def as_ids(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.Array:
-  """Document numbers as int32. Traced ones that int32 cannot hold become negative."""
+  """Document numbers as int32. Traced numbers that do not fit in int32 become negative."""
   x = as_integers(name, x, shape)
   limits = jnp.iinfo(x.dtype)
   if isinstance(x, np.ndarray):
@@ -52,7 +53,7 @@ def as_ids(name: str, x: Any, shape: tuple[int | str, ...]) -> np.ndarray | jax.
 
 
 def check_padding_id(padding_id: Any) -> int | None:
-  """A static number that int32 holds, or None."""
+  """Checks a static int32 number, or None."""
   is_integer = isinstance(padding_id, (int, np.integer)) and not isinstance(padding_id, bool)
   if padding_id is not None and not (is_integer and _INT32.min <= padding_id <= _INT32.max):
     raise ValueError(f"padding_id must be a static integer or None, got {padding_id!r}")
@@ -69,17 +70,18 @@ def segment_slices(
   is_top_left: bool,
   names: tuple[str, str],
 ) -> tuple[np.ndarray | jax.Array, Any]:
-  """One slice for each document, and whether the numbers are broken.
+  """One slice for each document, and whether the numbers are invalid.
 
   Args:
-    ids: int32 `[q_len]`, of queries.
-    key_ids: int32 `[k_len]`, of keys; the same object where these are the queries' tokens.
-    max_segments: number of slices.
-    padding_id: the number of padding, which is no document; None where there is none.
+    ids: int32 `[q_len]`, the document numbers of queries.
+    key_ids: int32 `[k_len]`, the document numbers of keys; the same object if keys and queries are
+      the same tokens.
+    max_segments: the number of slices.
+    padding_id: the number of padding, which is no document. None means no padding.
     band: offsets from a query's own key.
-    is_top_left: whether a document's first query has its first key as its own, and not the last
-      query the last key.
-    names: of both ids, for errors.
+    is_top_left: True if the first query of a document has the first key as its own key. False if
+      the last query has the last key.
+    names: the names of both ids, for errors.
   """
   queries = _segments(names[0], ids, max_segments, padding_id)
   if key_ids is ids:
@@ -98,9 +100,9 @@ def segment_slices(
 
 
 def everything_if(is_broken: Any, slices: Any, q_len: int, k_len: int) -> Any:
-  """Slices `[..., max_segments, 6]`, of which the first shows everything where ids are broken.
+  """Slices `[..., max_segments, 6]`, the first of which makes all pairs visible if ids are invalid.
 
-  Every token then shows the NaN that is put into its row.
+  NaN that is put into the row then reaches every token.
   """
   everything = np.zeros((*(1,) * (slices.ndim - 2), *slices.shape[-2:]), np.int32)
   everything[..., :1, :] = [0, q_len, 0, k_len, -UNBOUNDED, UNBOUNDED]
@@ -140,7 +142,7 @@ def _known_segments(
   max_segments: int,
   padding_id: int | None,
 ) -> Segments:
-  """Of numbers that are known, and checked."""
+  """The documents of known numbers. Checks the numbers."""
   if (ids[is_token] < 0).any():
     raise ValueError(
       f"{name} must not be negative, except for padding_id={padding_id}, got {ids[is_token].min()}"
@@ -163,7 +165,7 @@ def _known_segments(
 
 
 def _of_same_ids(queries: Segments, keys: Segments) -> Segments:
-  """The keys' document that has each query document's number; an empty one if none has."""
+  """For each document of queries, the document of keys with the same number, or an empty one."""
   xp = _library(*queries, *keys)
   is_same = (queries.ids[:, None] == keys.ids[None]) & (keys.begin < keys.end)[None]
   if not is_same.size:
@@ -174,5 +176,5 @@ def _of_same_ids(queries: Segments, keys: Segments) -> Segments:
 
 
 def _library(*arrays: Any) -> Any:
-  """Numpy where all are numpy's."""
+  """numpy if all arrays are numpy arrays, or else jax.numpy."""
   return np if all(isinstance(x, (np.ndarray, np.generic)) for x in arrays) else jnp

@@ -1,6 +1,6 @@
-"""Slices as arrays: what they show, how much, and whether they are legal.
+"""Slices as arrays: visible pairs, areas, and validity.
 
-A slice is int32 (q_begin, q_end, k_begin, k_end, lo, hi); pair (i, j) is visible under it iff
+A slice is int32 (q_begin, q_end, k_begin, k_end, lo, hi). It makes pair (i, j) visible iff
 
     q_begin <= i < q_end,   k_begin <= j < k_end,   lo <= j - i <= hi.
 """
@@ -29,7 +29,7 @@ _MAX_GROUPED = 2048
 
 
 def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
-  """What slices ([..., 6]) show inside the arrays: traced ones may reach beyond them."""
+  """Clips slices `[..., 6]` to the arrays, which traced slices may exceed."""
   low = np.array([0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED], np.int32)
   high = np.array([q_len, q_len, k_len, k_len, UNBOUNDED, UNBOUNDED], np.int32)
   shape = (1,) * (slices.ndim - 1) + (6,)  # Ranks are not promoted.
@@ -37,9 +37,10 @@ def clamped(slices: Any, q_len: int, k_len: int) -> jax.Array:
 
 
 def intersected(a: Any, b: Any) -> Any:
-  """What both of two lists `[batch or 1, num_slices, 6]` show: one slice for each pair of slices.
+  """The intersection of two lists `[batch or 1, num_slices, 6]`: a slice for each pair of slices.
 
-  Traced slices that share nothing become padding; numpy ones are left out.
+  Pairs of slices that do not intersect become padding if they are traced, and are left out if they
+  are numpy.
   """
   xp: Any = np if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else jnp
   a, b = a[:, :, None], b[:, None, :]
@@ -57,7 +58,7 @@ def intersected(a: Any, b: Any) -> Any:
 
 
 def stacked(lists: list[Any], batch: int = 1) -> Any:
-  """One list of slices for each batch row, as `[batch, num_slices, 6]`: padded to the longest."""
+  """Stacks one list of slices per batch row to `[batch, num_slices, 6]`, padded to the longest."""
   xp: Any = np if all(isinstance(x, np.ndarray) for x in lists) else jnp
   if not lists:
     return np.zeros((batch, 0, 6), np.int32)
@@ -66,7 +67,7 @@ def stacked(lists: list[Any], batch: int = 1) -> Any:
 
 
 def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> None:
-  """Raises if a range is reversed, or reaches out of [0, length)."""
+  """Raises a `ValueError` if a range is reversed, or not inside [0, length)."""
   bad = (begin < 0) | (end > length) | (begin > end)
   if bad.any():
     i = int(np.argmax(bad))
@@ -75,7 +76,7 @@ def check_ranges(name: str, begin: np.ndarray, end: np.ndarray, length: int) -> 
 
 
 def check_disjoint(slices: np.ndarray) -> None:
-  """Raises if two slices share a pair."""
+  """Raises a `ValueError` if two slices share a pair."""
   sizes = area_of(slices)
   index = np.flatnonzero(sizes)
   # Sort along the axis that leaves fewer pairs to compare.
@@ -109,7 +110,7 @@ def check_disjoint(slices: np.ndarray) -> None:
 
 
 def _by_begin(slices: np.ndarray, index: np.ndarray, begin: int, end: int) -> Any:
-  """`index` sorted along an axis, and with how many of its successors each slice shares a place."""
+  """`index` sorted by begin along an axis, and how many successors each slice overlaps with."""
   order = index[np.argsort(slices[index, begin], kind="stable")]
   # A slice can overlap only with slices that begin before it ends.
   last = np.searchsorted(slices[order, begin], slices[order, end])
@@ -117,7 +118,7 @@ def _by_begin(slices: np.ndarray, index: np.ndarray, begin: int, end: int) -> An
 
 
 def area_of(slices: Any) -> Any:
-  """Number of visible pairs of each slice: int64 for numpy slices, float32 for traced ones."""
+  """The number of visible pairs of each slice: int64 for numpy slices, float32 for traced ones."""
   xp: Any = np if isinstance(slices, np.ndarray) else jnp
   s = slices.astype(np.int64 if xp is np else np.float32)
   height = xp.maximum(s[..., Q_END] - s[..., Q_BEGIN], 0)
@@ -136,10 +137,10 @@ def area_of(slices: Any) -> Any:
 
 
 def grouped_by_keys(slices: np.ndarray) -> np.ndarray:
-  """The same pairs, full rectangles cut so that each key meets few of them.
+  """The same pairs, with full rectangles cut so that each key is in few of them.
 
-  A block-causal mask has a slice for each block of queries, and a key meets many; with a slice for
-  each block of keys it meets one. Where there would be more slices, they stay as they are.
+  A block-causal mask has a slice for each block of queries, and a key is in many of them. With a
+  slice for each block of keys, it is in one. If there would be more slices, they stay unchanged.
   """
   areas = area_of(slices)
   s, areas = slices[areas > 0], areas[areas > 0]
@@ -172,7 +173,7 @@ def grouped_by_keys(slices: np.ndarray) -> np.ndarray:
 
 
 def _has_neighbours(full: np.ndarray) -> bool:
-  """Whether one rectangle ends where another begins, for some of the same keys. Sorted by query."""
+  """Whether rectangles, sorted by query, are adjacent and share some keys."""
   begins, ends = full[:, Q_BEGIN], full[:, Q_END]
   first, last = (np.searchsorted(begins, ends, side=side) for side in ("left", "right"))
   if len(full) > _MAX_GROUPED or not (first < last).any():
@@ -184,7 +185,7 @@ def _has_neighbours(full: np.ndarray) -> bool:
 
 
 def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
-  """bool `[rows, keys]`: whether any of `slices` ([n, 6]) shows a pair of the two int32 vectors."""
+  """bool `[rows, keys]`: whether `slices` `[n, 6]` make each pair of two int32 vectors visible."""
   s = slices[:, :, None, None]
   rows, keys = rows[None, :, None], keys[None, None, :]
   diagonal = keys - rows
@@ -200,7 +201,7 @@ def visible(slices: Any, rows: Any, keys: Any) -> jax.Array:
 
 
 def shown_queries(slices: Any, q_len: int) -> jax.Array:
-  """bool `[q_len]`: whether any of `slices` ([n, 6]) shows the query a key."""
+  """bool `[q_len]`: whether each query sees any key under `slices` `[n, 6]`."""
   s = slices[:, :, None]
   row = jnp.arange(q_len, dtype=np.int32)[None]
   begin = jnp.maximum(s[:, K_BEGIN], row + s[:, LO])
@@ -209,7 +210,7 @@ def shown_queries(slices: Any, q_len: int) -> jax.Array:
 
 
 def shown_keys(slices: Any, k_len: int) -> jax.Array:
-  """bool `[k_len]`: whether any of `slices` ([n, 6]) shows the key to a query."""
+  """bool `[k_len]`: whether any query sees each key under `slices` `[n, 6]`."""
   s = slices[:, :, None]
   key = jnp.arange(k_len, dtype=np.int32)[None]
   begin = jnp.maximum(s[:, Q_BEGIN], key - s[:, HI])
@@ -218,7 +219,7 @@ def shown_keys(slices: Any, k_len: int) -> jax.Array:
 
 
 def touches(slices: Any, q_begin: Any, q_end: Any, k_begin: Any, k_end: Any) -> jax.Array:
-  """Whether any of `slices` shows a pair of the tile [q_begin, q_end) x [k_begin, k_end)."""
+  """Whether `slices` make any pair of the tile [q_begin, q_end) x [k_begin, k_end) visible."""
   q_begin = jnp.maximum(slices[:, Q_BEGIN], q_begin)
   q_end = jnp.minimum(slices[:, Q_END], q_end)
   k_begin = jnp.maximum(slices[:, K_BEGIN], k_begin)

@@ -1,4 +1,4 @@
-"""Windows around the diagonal, as callers give them and as bands of slices."""
+"""Converts windows around the diagonal to bands of slices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Edge = int | None
 def sizes_band(
   left: Any, right: Any, *, is_causal: bool = False, name: str = ""
 ) -> tuple[Edge, Edge]:
-  """(lo, hi) of a window of `left` keys before a query's own and `right` after it.
+  """(lo, hi) of a window of `left` keys before a query's own key and `right` keys after it.
 
   Args:
     left: an integer, or None for no limit.
-    right: likewise.
-    is_causal: whether keys after the query's own are hidden, whatever `right` says.
-    name: the argument that holds both sizes, if they are not arguments of their own.
+    right: an integer, or None for no limit.
+    is_causal: whether keys after the query's own key are hidden regardless of `right`.
+    name: the name of the argument with both sizes, if they are not separate arguments.
   """
   for side, size in (("left", left), ("right", right)):
     is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
@@ -34,7 +34,7 @@ def sizes_band(
 
 
 def window_band(name: str, window: Any, *, is_causal: bool = False) -> tuple[Edge, Edge]:
-  """The same of one argument: (left, right), an integer that is both, or None for no window."""
+  """(lo, hi) from one argument: (left, right), an integer for both, or None for no window."""
   sizes = (window, window) if window is None or isinstance(window, (int, np.integer)) else window
   if not isinstance(sizes, (tuple, list)) or len(sizes) != 2:
     raise ValueError(f"{name} must be an integer or a pair (left, right), got {window!r}")
@@ -42,9 +42,9 @@ def window_band(name: str, window: Any, *, is_causal: bool = False) -> tuple[Edg
 
 
 def band_around(diagonal: Any, band: tuple[Edge, Edge]) -> tuple[Any, Any]:
-  """lo and hi of slices whose queries find their own key at `j - i = diagonal`, a number or array.
+  """lo and hi of slices in which the own key of query i is `j = i + diagonal` (number or array).
 
-  An edge that is no limit stays so, wherever the diagonal is.
+  An edge without a limit stays without a limit.
   """
   diagonal = np.int32(diagonal) if isinstance(diagonal, int) else diagonal
   lo, hi = band

@@ -1,4 +1,4 @@
-"""Masks in words."""
+"""Descriptions of masks in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_NAMED = 4
 
 
 def describe_slices(slices: np.ndarray) -> str:
-  """How much slices show, and what the first of those that show anything are."""
+  """The number of visible pairs, and a description of the first slices that are not empty."""
   areas = area_of(slices)
   shown = slices[areas > 0].tolist()
   num_empty = len(slices) - len(shown)

@@ -1,7 +1,7 @@
 _Shape = tuple[int, ...]
 
 class AttentionNeeds:
-  """What a device asks of the caller: the struct of this name in `cc/attention.h`."""
+  """What a device needs from the caller: the struct of this name in `cc/attention.h`."""
 
   @property
   def workspace_bytes(self) -> int: ...
@@ -22,15 +22,12 @@ class AttentionNeeds:
   @property
   def tile_stamp(self) -> int: ...
 
-COMMIT: str  # Of the sources that were built; "unknown" where they were no git checkout.
+COMMIT: str  # The commit of the sources; "unknown" if they were no git checkout.
 COMPILER: str
-LEFT_OUT: str  # Kernels that this build could have, and has not.
+LEFT_OUT: str  # The kernels that were left out of this build.
 
 def variants() -> dict[str, list[str]]:
-  """What the kernels were built for, in words, by what is listed.
-
-  "attention sm90" is a list of "HEAD_DIM DTYPE".
-  """
+  """The kernels of this build, in words: the list of "attention sm90" has "HEAD_DIM DTYPE"."""
 
 def handlers() -> dict[str, object]: ...
 def attention_needs(
@@ -55,4 +52,4 @@ def attention_needs(
   architecture: str = "none",
   shared_memory_bytes: int = 99 << 10,
 ) -> AttentionNeeds:
-  """What a call with these operands needs. `static_slices`, if known, give it a tile list."""
+  """The needs of a call with these operands. Known `static_slices` determine its tile list."""

@@ -7,13 +7,13 @@ from jax_magi._src.native._cpu import handlers as handlers
 from jax_magi._src.native._cpu import variants as variants
 
 def benchmark_handlers() -> dict[str, object]:
-  """Those of targets that benchmarks alone register."""
+  """The handlers of targets that only benchmarks register."""
 
 def read_tile_stamp(stamp: int) -> dict[str, int]:
-  """num_rows, num_columns, by_keys, aligns_keys and num_blocks (about; 0: not known)."""
+  """num_rows, num_columns, by_keys, aligns_keys, and the approximate num_blocks (0: unknown)."""
 
 def stamp_of_blocks(num_blocks: int) -> int:
-  """The share of a stamp that says how many blocks the tiles of a list have."""
+  """The part of a stamp that encodes the number of blocks of all tiles of a list."""
 
 def shared_memory_of(compute_capability: int) -> int:
-  """Bytes that a block may use on such a GPU (90 is 9.0), or on any for another number."""
+  """The shared memory of a CTA on such a GPU (90 is 9.0), or on any GPU for other numbers."""

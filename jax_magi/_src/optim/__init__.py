@@ -1,1 +1,1 @@
-"""Muon QK-Clip. It stands beside attention: what goes from one to the other is a value."""
+"""Muon QK-Clip. It does not depend on attention, which only passes it values."""

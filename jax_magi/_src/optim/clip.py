@@ -92,7 +92,7 @@ def apply_qk_clip(
 def match_statistics(
   attention: Mapping[str | None, Attention], max_logits: Any
 ) -> dict[str | None, jax.Array]:
-  """max_logits by group, each with the shape of its layers and heads, or an error."""
+  """Checks max_logits; returns them by group, each in the shape of its layers and heads."""
   given = {None: max_logits} if None in attention else max_logits
   if not isinstance(given, Mapping):
     raise ValueError(
@@ -127,7 +127,7 @@ def make_factors(
   statistics: Mapping[str | None, jax.Array],
   threshold: Any,
 ) -> dict[str, jax.Array]:
-  """What to multiply each named parameter by, of a shape that broadcasts to it."""
+  """The factor of each named parameter, in a shape that broadcasts to the parameter."""
   leaves, shapes = leaves_of(params), shapes_of(params)
   sites = {site.path: site for found in attention.values() for site in found.sites}
 
@@ -169,7 +169,7 @@ def _make_factors(
 
 
 def map_at(fun: Any, factors: Mapping[str, jax.Array], tree: Any, *rest: Any) -> Any:
-  """`fun(leaf, *leaves of rest, factor)` for leaves that have a factor; others stay."""
+  """Applies `fun(leaf, *leaves of rest, factor)` to leaves that have a factor."""
 
   def visit(keys: Any, leaf: Any, *others: Any) -> Any:
     factor = factors.get(path_of(keys))
@@ -179,9 +179,9 @@ def map_at(fun: Any, factors: Mapping[str, jax.Array], tree: Any, *rest: Any) ->
 
 
 def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
-  """x * factor in x's dtype, and x itself, bit for bit, where the factor is 1.
+  """x * factor in the dtype of x. Where the factor is 1, x stays bitwise unchanged.
 
-  The product is taken in float32 or wider, so that weights of 8 or 16 bits are rounded once.
+  The product is computed in float32 or wider, so that weights of 8 or 16 bits are rounded once.
   """
   dtype = np.promote_types(x.dtype, factor.dtype)
   product = x.astype(dtype) * factor.astype(dtype)
@@ -189,7 +189,7 @@ def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def _gamma(max_logits: jax.Array, threshold: Any) -> jax.Array:
-  """In float32 or wider: in 16 bits, heads would miss the threshold by up to 1%."""
+  """gamma in float32 or wider. In 16 bits, heads would miss the threshold by up to 1%."""
   x = max_logits.astype(np.promote_types(max_logits.dtype, np.float32))
   threshold = jnp.asarray(threshold, x.dtype)
   is_above = x > threshold
@@ -197,7 +197,7 @@ def _gamma(max_logits: jax.Array, threshold: Any) -> jax.Array:
 
 
 def check_threshold(threshold: Any) -> None:
-  """The threshold is positive, as far as that can be known."""
+  """Checks that the threshold is positive, unless it is traced."""
   if isinstance(threshold, jax.core.Tracer) and threshold.ndim == 0:
     return
   try:
@@ -210,7 +210,7 @@ def check_threshold(threshold: Any) -> None:
 
 
 def check_alpha(alpha: Any) -> Any:
-  """The queries' part of a correction is a number from 0 to 1. Arrays are taken as they are."""
+  """Checks that alpha, the share of queries in a correction, is from 0 to 1, unless it is an array."""
   if isinstance(alpha, jax.Array) and alpha.shape == ():  # As optax.inject_hyperparams has it.
     return alpha
   is_number = isinstance(alpha, (int, float, np.integer, np.floating))

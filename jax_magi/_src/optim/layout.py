@@ -1,4 +1,4 @@
-"""What the axes of a parameter mean, written as a string."""
+"""The meaning of a parameter's axes, written as a string."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TOKEN = re.compile(r"->|\(|\)|[A-Za-z_][A-Za-z0-9_]*|\S")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Names of a parameter's axes; several for an axis that merges them, first one slowest.
+  """The names of a parameter's axes. A merged axis has several names, the slowest first.
 
   Attributes:
     axes: one tuple of names for each axis.
-    num_inputs: how many axes stand before the arrow.
-    text: what it was parsed from.
+    num_inputs: the number of axes before the arrow.
+    text: the string that was parsed.
   """
 
   axes: tuple[tuple[str, ...], ...]
@@ -32,14 +32,14 @@ class Layout:
     return tuple(name for axis in self.axes for name in axis)
 
   def muon_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Axes that the product with an input sums over, and axes that it makes; None for a bias."""
+    """The axes that a product with an input sums over, and its output axes; None for a bias."""
     stacked = [i for i, axis in enumerate(self.axes) if set(axis) & set(_STACKED)]
     inputs = tuple(i for i in range(self.num_inputs) if i not in stacked)
     outputs = tuple(i for i in range(self.num_inputs, len(self.axes)) if i not in stacked)
     return (inputs, outputs) if inputs and outputs else None
 
   def check_rank(self, path: str, shape: tuple[int, ...]) -> None:
-    """The parameter has as many axes as the layout."""
+    """Checks that the parameter has as many axes as the layout."""
     if len(shape) != len(self.axes):
       raise ValueError(
         f"{path} has shape {list(shape)}, which does not fit its layout {self.text!r}"

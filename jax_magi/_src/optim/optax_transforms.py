@@ -233,7 +233,7 @@ def raise_if_broken(state: Any) -> None:
 
 
 def _is_statistics(x: Any) -> bool:
-  """Whether these are maxima: an array, or a dictionary of arrays."""
+  """Whether an object is max_logits: an array, or a dictionary of arrays."""
   arrays = list(x.values()) if isinstance(x, Mapping) else [x]
   return bool(arrays) and all(isinstance(one, (jax.Array, np.ndarray)) for one in arrays)
 
@@ -256,7 +256,7 @@ def _import_optax(name: str) -> Any:
 
 
 def _ungroup(by_group: dict[str | None, Any]) -> Any:
-  """As the caller has it: an array where projections are not a dictionary."""
+  """Converts a dictionary by group back to the caller's form: an array, or a dictionary."""
   return by_group.get(None, by_group)
 
 
@@ -278,7 +278,7 @@ def _clip_update(update: jax.Array, param: jax.Array, factor: jax.Array) -> jax.
 
 
 def _muon_layouts(projections: Projections, matrices: Mapping[str, str]) -> dict[str, Layout]:
-  """Layouts of all matrices, by path; biases of projections are none."""
+  """The layouts of all matrices for Muon, by path. Biases of projections are excluded."""
   if not isinstance(matrices, Mapping):
     raise ValueError(
       f"matrices must be a dictionary of layouts by path, got {type(matrices).__name__}"

@@ -1,4 +1,4 @@
-"""Where in a model's parameters the query and key projections are."""
+"""Locates the query and key projections in the parameters of a model."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ class Projection:
   """One parameter of a query or key projection: a kernel or a bias.
 
   Attributes:
-    path: keys from the root of the parameters, `"blocks/attention/query/kernel"`. Layers that are
-      not stacked are `{layer}`, counted from 0: `"block_{layer}/attention/query/kernel"`. Numbers
-      may have leading zeros, `block_07`, but no layer may be there twice.
-    layout: names of the axes, `"inputs -> outputs"`. `heads`, `dim` (inside a head) and `layers`
-      (stacked by scan, anywhere) and `parts` (several projections in one parameter) have a meaning,
-      others are free:
-      `"embed -> heads dim"`, `"layers embed -> heads dim"`, `"embed -> (heads dim)"` for a kernel
-      `[embed, heads * dim]`, `"-> heads dim"` for a bias.
-    num_heads: the number of heads, needed if the layout merges heads with another axis.
-    dims: the part `[begin, end)` of `dim` that is meant; None is all of it. For kernels that hold
-      several things in a head, as in MLA.
-    index: which of `parts` is meant: 0 for the keys of a kernel `[2, heads, embed, dim]` of keys
-      and values, whose layout is `"parts heads embed -> dim"`.
+    path: the keys from the root of the parameters, such as `"blocks/attention/query/kernel"`. For
+      layers that are not stacked, write `{layer}` for the number of the layer, counted from 0:
+      `"block_{layer}/attention/query/kernel"`. Numbers may have leading zeros (`block_07`), but
+      each layer must occur once.
+    layout: the names of the axes, `"inputs -> outputs"`. Four names have a meaning: `heads`, `dim`
+      (inside a head), `layers` (stacked by scan) and `parts` (several projections in one
+      parameter). Other names are free. Examples: `"embed -> heads dim"`,
+      `"layers embed -> heads dim"`, `"embed -> (heads dim)"` for a kernel `[embed, heads * dim]`,
+      and `"-> heads dim"` for a bias.
+    num_heads: the number of heads. Required if the layout merges heads with another axis.
+    dims: the range `[begin, end)` of `dim` that belongs to this projection, for kernels with
+      several parts in a head, as in MLA. None means all of `dim`.
+    index: the index of this projection along `parts`. For a kernel `[2, heads, embed, dim]` of keys
+      and values, with layout `"parts heads embed -> dim"`, 0 selects the keys.
   """
 
   path: str
@@ -83,16 +84,16 @@ class Projection:
 
   @property
   def parsed(self) -> Layout:
-    """The layout."""
+    """The parsed layout."""
     return parse_layout(self.layout)
 
   @property
   def factor_axes(self) -> list[bool]:
-    """For each axis of the parameter, whether its factor has it, too, and not a size of 1."""
+    """For each axis of the parameter, whether factors differ along it."""
     return [not set(_OWN).isdisjoint(axis) for axis in self.parsed.axes]
 
   def sizes(self, path: str, shape: tuple[int, ...]) -> dict[str, int]:
-    """Sizes of heads, and of dim, layers and parts where there are any, in a parameter."""
+    """The sizes of heads, and of dim, layers and parts, if the layout has them."""
     layout = self.parsed
     layout.check_rank(path, shape)
     sizes = {}
@@ -113,9 +114,9 @@ class Projection:
     return {name: sizes[name] for name in _OWN if name in sizes}
 
   def spread(self, path: str, shape: tuple[int, ...], gamma: jax.Array) -> jax.Array:
-    """gamma, `[layers, heads]` or `[heads]`, as a factor that broadcasts to the parameter.
+    """Reshapes gamma, `[layers, heads]` or `[heads]`, to a factor that broadcasts to the parameter.
 
-    The parameter itself is never reshaped, so that it keeps its sharding.
+    The parameter itself is never reshaped, so it keeps its sharding.
     """
     sizes, layout = self.sizes(path, shape), self.parsed
     present = [name for name in _OWN if name in sizes]
@@ -152,7 +153,7 @@ class QkProjections:
     self.roles(0.5)  # Which checks them.
 
   def roles(self, alpha: float) -> list[tuple[str, float, tuple[Projection, ...]]]:
-    """(name, power of gamma, parameters); `alpha` is the power of queries."""
+    """(name, power of gamma, parameters) of each role. `alpha` is the power of queries."""
     return [("q", alpha, _as_tuple("q", self.q)), ("k", 1.0 - alpha, _as_tuple("k", self.k))]
 
 
@@ -177,7 +178,7 @@ class MlaProjections:
     self.roles(0.5)  # Which checks them.
 
   def roles(self, alpha: float) -> list[tuple[str, float, tuple[Projection, ...]]]:
-    """(name, power of gamma, parameters); `alpha` is the power of queries without rotation."""
+    """(name, power of gamma, parameters) of each role. `alpha` is the power of `q_nope`."""
     powers = {"q_nope": alpha, "q_rope": 1.0, "k_nope": 1.0 - alpha}
     return [(name, power, _as_tuple(name, getattr(self, name))) for name, power in powers.items()]
 
@@ -190,10 +191,10 @@ class Site:
   """One parameter that a projection names.
 
   Attributes:
-    path: where it is.
-    layer: its row in the statistics; None where it has all of them, or there are none.
-    power: the power of gamma that it is scaled by.
-    projection: what named it.
+    path: the path of the parameter.
+    layer: the row of the statistics that applies to it. None if all rows apply, or there are none.
+    power: the power of gamma by which it is scaled.
+    projection: the projection that named it.
   """
 
   path: str
@@ -207,8 +208,8 @@ class Attention:
   """Attention layers of one kind, found in the parameters.
 
   Attributes:
-    shape: of their statistics: (layers, query heads), or (query heads,).
-    num_groups: heads of the fewest-headed projection, which others share in groups.
+    shape: the shape of the statistics: (layers, query heads), or (query heads,).
+    num_groups: the smallest number of heads of any projection. Other heads form groups around them.
     sites: the parameters to scale.
   """
 
@@ -218,7 +219,7 @@ class Attention:
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-  """A leaf's path, without the box in which Flax may have it: an object in a dictionary."""
+  """The path of a leaf, without the object in which Flax may wrap it."""
   if len(keys) > 1 and isinstance(keys[-2], DictKey) and keys[-1] == GetAttrKey("value"):
     keys = keys[:-1]
   return jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -236,12 +237,12 @@ def leaves_of(params: Any) -> dict[str, Any]:
 
 
 def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
-  """Shapes of all parameters, by path."""
+  """The shapes of all parameters, by path."""
   return {path: tuple(np.shape(x)) for path, x in leaves_of(params).items()}
 
 
 def groups_of(projections: Projections) -> dict[str | None, QkProjections | MlaProjections]:
-  """Projections by group; a single one is the group None."""
+  """Projections by group. Without a dictionary, there is one group, None."""
   groups: dict[Any, Any] = (
     dict(projections) if isinstance(projections, Mapping) else {None: projections}
   )
@@ -255,12 +256,12 @@ def groups_of(projections: Projections) -> dict[str | None, QkProjections | MlaP
 
 
 def is_named_by(pattern: str, path: str) -> bool:
-  """Whether a path, perhaps with `{layer}` in it, names this parameter."""
+  """Whether a path, which may contain `{layer}`, names this parameter."""
   return _match_layer(pattern, path) is not None if _LAYER in pattern else pattern == path
 
 
 def find_paths(path: str, known: Iterable[str]) -> list[str]:
-  """The parameters that a path names, in order of layers."""
+  """The parameters that a path names, in the order of layers."""
   known = list(known)
   if _LAYER not in path:
     if path in known:
@@ -287,7 +288,7 @@ def find_paths(path: str, known: Iterable[str]) -> list[str]:
 def find_attention(
   params: Any, projections: Projections, alpha: float = 0.5
 ) -> dict[str | None, Attention]:
-  """Finds all projections, by group; `alpha` is the queries' part of a correction."""
+  """Finds all projections, by group. `alpha` is the share of queries in a correction."""
   shapes = shapes_of(params)
   found: dict[str | None, Attention] = {}
   scaled: dict[str, list[Projection]] = {}
@@ -339,7 +340,7 @@ def _find_group(shapes: Mapping[str, tuple[int, ...]], group: Any, alpha: float)
 
 
 def _match_layer(pattern: str, path: str) -> int | None:
-  """The number that stands for `{layer}`; None where the path is another one."""
+  """The number in the place of `{layer}`; None if the path does not match."""
   match = re.fullmatch("([0-9]+)".join(map(re.escape, pattern.split(_LAYER))), path)
   return int(match[1]) if match and len(set(match.groups())) == 1 else None
 

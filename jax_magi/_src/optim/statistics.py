@@ -1,4 +1,4 @@
-"""Maxima of attention logits, as values: how they are joined, and what is wrong with them."""
+"""Maxima of attention logits: reductions, and reports of invalid values."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def reduce_max_logits(
 
 
 def is_broken(max_logits: Any) -> Any:
-  """Where the maximum is NaN or +inf. -inf is a head that saw no pair."""
+  """Where the maximum is NaN or +inf. -inf is valid: the head has no visible pairs."""
   return ~(max_logits < np.inf)
 
 
 def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
-  """Raises for maxima that are NaN or +inf, by group of layers; logs where they are traced."""
+  """Raises for maxima that are NaN or +inf, by group of layers. If they are traced, logs them."""
   broken = {name: is_broken(x) for name, x in statistics.items()}
   if not any(isinstance(x, jax.core.Tracer) for x in broken.values()):
     raise_if_any(broken)
@@ -76,7 +76,7 @@ def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
 
 
 def raise_if_any(broken: Mapping[str | None, Any]) -> None:
-  """Raises `FloatingPointError` that names the heads that are marked."""
+  """Raises a `FloatingPointError` that names the marked heads, if there are any."""
   text = _describe(broken)
   if text:
     raise FloatingPointError(text)

@@ -204,7 +204,7 @@ def _check_x(x: Any) -> Any:
 
 
 def _check_mask(mask: Any, x: Any) -> Any:
-  """As many dimensions as x, and a dtype that kernels take."""
+  """Checks a mask; returns it with as many dimensions as x, in a dtype that kernels take."""
   if mask is None:
     return None
   if isinstance(mask, AttentionMask):
@@ -229,7 +229,7 @@ def _num_heads(x: Any) -> int:
 
 
 def _check_offset(offset: Any, x: Any) -> Any:
-  """float32 `[heads]`."""
+  """Checks the offset; returns float32 `[heads]`."""
   if offset is None:
     return None
   heads = _num_heads(x)
@@ -254,7 +254,7 @@ def _check_scale(scale: Any) -> float:
 
 
 def _band(x: Any, is_causal: bool, window: Any) -> tuple[int, int]:
-  """lo and hi: row i sees columns i + lo .. i + hi."""
+  """The band (lo, hi): row i sees columns i + lo .. i + hi."""
   q_len, k_len = x.shape[-2:]
   lo, hi = band_around(k_len - q_len, window_band("window", window, is_causal=is_causal))
   return int(lo), int(hi)
@@ -264,7 +264,7 @@ def _band(x: Any, is_causal: bool, window: Any) -> tuple[int, int]:
 
 
 def _batch_of_mask(mask: Any, x: Any) -> int:
-  """Of the folded mask: 1 if all of x's leading axes share it, else all of them."""
+  """The batch size of the folded mask: 1 if all leading axes of x share it, or else all of them."""
   return 1 if math.prod(mask.shape[:-3]) == 1 else math.prod(x.shape[:-3])
 
 

@@ -29,7 +29,7 @@ Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxConfig:
-  """What is static about a call. Row i sees columns i + lo .. i + hi."""
+  """The static arguments of a call. Row i sees columns i + lo .. i + hi."""
 
   scale: float
   lo: int
@@ -42,16 +42,17 @@ class SoftmaxConfig:
 def softmax(
   config: SoftmaxConfig, x: jax.Array, mask: jax.Array | None, offset: jax.Array | None
 ) -> jax.Array:
-  """Softmax over the last axis of `scale * x + mask`, over what band and mask show.
+  """Softmax over the last axis of `scale * x + mask`, over columns that band and mask make visible.
 
   Args:
-    config: see `SoftmaxConfig`.
+    config: the static arguments.
     x: `[batch, heads, q_len, k_len]`.
-    mask: bool (True is visible) or floats to add, x's shape with any dimension 1; or None.
+    mask: bool (True where visible) or floats to add, in the shape of x, in which any dimension may
+      be 1; or None.
     offset: float32 `[batch or 1, heads]`, one more logit in each row; or None.
 
   Returns:
-    Probabilities like x; rows that see nothing are zero.
+    Probabilities, in the shape and dtype of x. Fully masked rows are zero.
   """
   return _softmax_fwd(config, x, mask, offset)[0]
 
@@ -109,7 +110,7 @@ def _mask_gradient(
   dy: jax.Array,
   against_offset: jax.Array | None,
 ) -> jax.Array | None:
-  """Outside the kernel, and from the same operands: where nobody asks for it, XLA drops it."""
+  """The gradient of the mask, computed outside the kernel, so that XLA drops it if it is unused."""
   if mask is None or mask.dtype == bool:
     return None
   if mask.shape[-1] == 1:
@@ -128,7 +129,7 @@ softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Sums over what was broadcast."""
+  """Sums over the dimensions that were broadcast."""
   axes = tuple(i for i, size in enumerate(shape) if size == 1)
   return jnp.sum(x, axis=axes, keepdims=True)
 

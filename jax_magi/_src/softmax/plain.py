@@ -47,7 +47,7 @@ def backward(
 
 
 def _in_band(shape: tuple[int, ...], lo: int, hi: int) -> jax.Array:
-  """bool `[1, 1, q_len, k_len]` for a shape of four dimensions."""
+  """The visible pairs of a band, bool `[1, 1, q_len, k_len]`."""
   shape = (1, 1, *shape[-2:])
   row = jax.lax.broadcasted_iota(np.int32, shape, 2)
   column = jax.lax.broadcasted_iota(np.int32, shape, 3)
