@@ -210,7 +210,7 @@ def check_threshold(threshold: Any) -> None:
 
 
 def check_alpha(alpha: Any) -> Any:
-  """Checks that alpha, the share of queries in a correction, is from 0 to 1, unless it is an array."""
+  """Checks that alpha, the share of queries in a correction, is from 0 to 1. Skips arrays."""
   if isinstance(alpha, jax.Array) and alpha.shape == ():  # As optax.inject_hyperparams has it.
     return alpha
   is_number = isinstance(alpha, (int, float, np.integer, np.floating))
