@@ -10,8 +10,8 @@ import sys
 import time
 
 CHROMIUM = shutil.which("chromium")
-# Chromium reads commands from 3, and writes answers to 4. Not in a forked copy of a process with
-# JAX's threads.
+# Chromium reads commands from file descriptor 3, and writes answers to 4. A separate Python process
+# connects them, because a process with JAX's threads must not be forked.
 _CONNECT = """
 import os, sys
 ends = [os.dup2(int(number), 100 + int(number)) for number in sys.argv[1:3]]

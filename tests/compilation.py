@@ -5,10 +5,10 @@ import functools
 
 import jax
 
-# They run once or a few times: optimizing them would take most of the tests' time.
+# Test programs run once or a few times. Optimizing them would take most of the tests' time.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
-# For results that others are held to: rounded after each operation, as the program says.
+# For reference results: rounded after each operation, as the program says.
 jit_as_written = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
 

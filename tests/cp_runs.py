@@ -15,8 +15,8 @@ from tests.accuracy import Inputs, check_results, make_inputs
 from tests.compilation import quick_jit
 from tests.machine import HAS_GPU
 
-# Tests whose point is not the choice of the kernel name it: where the choice is open, the plain path
-# is traced as well, which takes up to half of a test's time.
+# Tests that are not about the choice of the kernel name it. If the choice were open, JAX would also
+# trace the plain path, which takes up to half of a test's time.
 NATIVE = "cpu" if BACKENDS["cpu"].module is not None and not HAS_GPU else None
 
 
@@ -73,7 +73,7 @@ def run(inputs: Inputs, key, mesh, **options):
   return results
 
 
-# Masks of one length, for programs that serve all of them.
+# The length of all masks, so that they share programs.
 LENGTH = 96
 MASKS = {
   "causal": AttentionMask.causal(LENGTH),

@@ -208,8 +208,8 @@ def _summed(x: np.ndarray, axes: tuple[int, ...], rounded: Rounding) -> np.ndarr
     return x.sum(axis=axes)
   terms = np.moveaxis(x, axes, range(len(axes)))
   terms = terms.reshape(-1, *terms.shape[len(axes) :])
-  # XLA's CPU compiler adds up to 32 terms along each axis in a row, and then adds those sums in the
-  # same way. Half as many terms in a row make no sum less exact than XLA's.
+  # XLA's CPU compiler adds up to 32 terms along each axis in sequence, and then adds those sums in
+  # the same way. With half as many terms in sequence, our sums are at least as exact as XLA's.
   in_a_row = np.clip(np.prod([min(x.shape[axis], 32) for axis in axes]) // 2, 16, 512)
   while len(terms) > 1:
     num_lanes = -(-len(terms) // in_a_row)

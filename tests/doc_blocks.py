@@ -1,16 +1,16 @@
 """The code in a page of the documentation.
 
-Every block of Python is run, in order, in one namespace for the page. What a reader does not need
-to see stands before a block in a comment of the page, and is run as well. The site has it as a
-folded block:
+All Python blocks of a page run in order, in one namespace. Code that readers do not need to see is
+in a comment before a block, and runs as well. The site shows it as a folded block:
 
 <!-- setup
 q = jnp.zeros((8, 2, 16))
 -->
 
-`check` in the place of `setup` is the same, for what comes after a block. `<!-- needs equinox -->`
-leaves the next block out where that package is missing. `<!-- from examples/quick_start.py -->`
-says that the next block stands in that file word for word, and is run with it.
+`check` instead of `setup` marks code that runs after a block, and that the site does not show.
+`<!-- needs equinox -->` skips the next block if that package is missing.
+`<!-- from examples/quick_start.py -->` says that the next block is a literal part of that file, and
+runs with it.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ import pytest
 from tests.machine import HAS_GPU
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Where `dev.py` puts the plugin. Others may have it among their packages.
+# The folder into which `dev.py` puts the plugin. It may also be an installed package.
 _FOLDER = _ROOT / "build" / "cuda_plugin"
 _PLUGIN = "jax_plugins/xla_cuda13"
 

@@ -20,7 +20,7 @@ from tests import gpu_program
 
 GPUS = 8
 HEADS, NOPE, ROPE, VALUE, RANK = 64, 128, 64, 128, 512
-# Of a token: what travels, in 16 bits.
+# The numbers of 16-bit elements of a token that travel.
 WIDTHS = {"latents": RANK + ROPE, "expanded": HEADS * (NOPE + ROPE + VALUE)}
 
 
@@ -42,7 +42,7 @@ def compile_step(devices, key, rows):
       return jax_magi.calc_attn(q, *expand(latent, kv_b), key)[0]
 
     out, backward = jax.vjp(attend, q, latent, kv_b)
-    # Of what follows a layer, gradients depend on its result.
+    # The cotangent depends on the result of the layer, as gradients of later layers do.
     return out, backward(out * dout)
 
   specs = (P("cp"), P("cp"), P(), P("cp"))

@@ -31,9 +31,9 @@ import jax_magi
 from jax_magi import AttentionMask, overlap
 from tests.machine import HAS_GPU
 
-# What XLA has to know of a GPU that is not there.
+# The description of the target GPU, for machines that have none.
 _TARGET = Path(__file__).parent / "data" / "h200.txtpb"
-# Heads of q, k, v and dout, and their dim.
+# The numbers of heads of q, k, v and dout, and their head dim.
 HEADS, HEAD_DIM = (8, 2, 2, 8), 128
 _OPTIONS = {
   "print": {},
@@ -103,7 +103,7 @@ def compile_step(devices: list, key: jax_magi.DistAttnKey, action: str, options:
       return out, meta.max_logits
 
     out, backward, max_logits = jax.vjp(attend, q, k, v, has_aux=True)
-    # Of what follows a layer, gradients depend on its result.
+    # The cotangent depends on the result of the layer, as gradients of later layers do.
     return out, max_logits, backward(out * dout)
 
   out_specs = (P("cp"), P(), P("cp"))

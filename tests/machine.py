@@ -5,13 +5,13 @@ from pathlib import Path
 
 from jaxlib.version import __version_info__
 
-# Whether it has an NVIDIA GPU, whatever JAX will make of it.
+# Whether the machine has an NVIDIA GPU, even if JAX does not use it.
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
 # With these XLA flags, programs for CPUs compile in less time, and run slower.
 QUICK_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# XLA ends the process over a flag that it does not know. Later versions of jaxlib do not have the
-# first of these, and were not asked for the second.
+# XLA ends the process if it does not know a flag. Later versions of jaxlib lack the first of these
+# flags, and the second was not tried with them.
 if __version_info__ < (0, 11, 1):
   QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
   # LLVM's: a fifth of the time of test_context_parallel.py.

@@ -27,7 +27,7 @@ def main(port: int, count: int, number: int) -> None:
   api._DEGREES = (1,)  # Programs take most of the time.
   jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
   mesh = jax.make_mesh((2 * count,), ("cp",), axis_types=(AxisType.Auto,))
-  # What the libraries of collectives print stands before the first of these lines.
+  # Libraries of collectives may print before the first of these lines.
   print(f"\n---\n{_report(mesh)}")
   if number == count - 1:
     buffer_rows = compare.buffer_rows

@@ -6,7 +6,7 @@ import numpy as np
 
 from jax_magi import AttentionMask
 
-# Every mask here has at most so many slices; padded to it, all of them run one program.
+# The maximum number of slices of these masks. Padded to it, all masks share one program.
 MAX_SLICES = 16
 
 _UNBOUNDED = 2**30

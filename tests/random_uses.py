@@ -32,7 +32,7 @@ NUM_SHAPES = 60
 _WAYS_PER_SHAPE = 4
 _MORE_DRAWS = 7
 
-# Both sides of the edges of tiles.
+# Lengths on both sides of tile edges.
 _LENGTHS = [1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 200]
 _HEADS = [(1, 1), (2, 2), (4, 2), (3, 1), (8, 2), (6, 3), (5, 5)]
 _DIMS = [64, 64, 64, 128, 128, 256, 1, 3, 8, 16, 32, 33, 40, 72, 80, 96, 100, 192]
@@ -159,7 +159,7 @@ class Attention:
     """Raises AssertionError if a use breaks the rule. Returns how many draws of data that took."""
     del number
     way = WAYS[self.way]
-    # The gradient of a shared sink is not that of a row, unless there is only one.
+    # The gradient of a shared sink is a sum over rows, so it cannot be compared row by row.
     num_rows = 1 if way.is_sink_shared and self.shape.num_sinks is not None else way.num_rows
     drawn = [way.draw_mask(rng, self.shape) for _ in range(num_rows)]
     if way.is_mask_shared:
@@ -169,7 +169,7 @@ class Attention:
     try:
       self._judge(draws)
     except AssertionError:
-      # Of few numbers, the plain computation may get some right by chance: more draws then tell.
+      # With few numbers, the plain computation may be right by chance. More draws decide.
       draws += [self._draw(rng, data, masks) for _ in range(_MORE_DRAWS)]
       self._judge(draws)
     return len(draws)

@@ -40,7 +40,7 @@ _MASKS = {
   "short_queries": AttentionMask.causal(5, 200),
   "length_1": AttentionMask.full(1),
 }
-# A pair of head dims for each pair of kernels, and dims that are padded.
+# The head dims of each pair of kernels, and dims that are padded.
 _DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24)]
 
 
@@ -99,10 +99,10 @@ def _forged_list():
 
 
 def _bias_cases():
-  # 161 keys are no multiple of 8, and 136 are: such a bias comes by other ways.
+  # 161 is not a multiple of 8, and 136 is: kernels load the bias in different ways.
   aligned = AttentionMask.from_ranges([[0, 70], [80, 150]], [[0, 136], [3, 90]], [1, 3], k_len=136)
   masks = {"uneven": _UNEVEN, "aligned": aligned}
-  # Those are too short for a ring to begin anew.
+  # The other masks are too short for a ring of stages to wrap around.
   masks |= {f"long_{name}": AttentionMask.causal(150, x.k_len + 864) for name, x in masks.items()}
   for dims, (name, mask), (bias, bias_dtype, has_alibi), deterministic in itertools.product(
     [(64, 64), (128, 128), (192, 128), (256, 256)],
@@ -117,7 +117,7 @@ def _bias_cases():
     ],
     [False, True],
   ):
-    # Of such a bias there is no deterministic gradient, and long rings are the same.
+    # Such a bias has no deterministic gradient. Long masks differ only in the rings.
     if deterministic and (bias == "1qk" or name.startswith("long")):
       continue
     kind = f"{bias or 'no'}_bias{'-f32' if bias_dtype else ''}{'-alibi' if has_alibi else ''}"
@@ -142,7 +142,7 @@ def _cases():
       f"attention-{dims[0]}-{dims[1]}-softcap",
       functools.partial(_attention, dims, _UNEVEN, False, softcap=3.0),
     )
-    # All tiles by one block of threads, which then begins one while another ends.
+    # One CTA processes all tiles, and begins a tile while it finishes the one before.
     yield (
       f"attention-{dims[0]}-{dims[1]}-alone",
       functools.partial(_attention, dims, AttentionMask.causal(300, 400), False, sm_margin=131),

@@ -81,7 +81,7 @@ def test_nan_logit_is_visible_in_max_logits(implementation, bits, row):
   )
   assert np.isnan(meta.max_logits[1])
   np.testing.assert_allclose(meta.max_logits[0], 8**0.5, rtol=1e-6)
-  # No other row is touched by it.
+  # No other row is affected.
   is_nan = np.isnan(out).any(axis=-1)
   assert is_nan[row, 1] and is_nan.sum() == 1
 
@@ -188,7 +188,7 @@ def test_max_logits_only_when_asked_for():
 
 
 def test_gradients_are_equal_bit_for_bit():
-  # One kv head: its key tiles are shared out among threads.
+  # There is one kv head, so threads share its key tiles.
   inputs = make_inputs(np.random.default_rng(4), np.float32, 700, 700, 2, 1, 32, 32)
 
   def gradients():

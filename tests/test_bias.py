@@ -39,7 +39,8 @@ def test_blockwise_over_several_blocks(bias):
   check_attention(inputs, mask, "blockwise")
 
 
-# Of both, ops.py has what keeps the gradient exact, and the plain path takes long for many slices.
+# The code that keeps this gradient exact is in ops.py, which all paths share, and the plain path
+# takes long for many slices.
 @pytest.mark.parametrize(
   "implementation", ["cpu", pytest.param("blockwise", marks=pytest.mark.long)]
 )

@@ -168,7 +168,7 @@ def test_vmap_keeps_a_shared_bias_shared():
   assert f"f32[{_BATCH},1,{_LENGTH},{_LENGTH}]" not in text
 
 
-# --- gradients that nobody asks for ---
+# --- gradients that are not requested ---
 
 
 @implementations
@@ -189,7 +189,7 @@ def test_no_gradient_of_the_bias_is_computed_in_vain(implementation, stop):
   }
 
   def wants(fun):
-    # dbias is the only result of a call in the bias's shape.
+    # dbias is the only result with the shape of the bias.
     name = _TARGETS[1] if implementation == "cpu" else "scan"
     equations = [
       e

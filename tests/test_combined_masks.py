@@ -30,7 +30,7 @@ _ROWS = [
 ]
 _DENSE = np.random.default_rng(0).random((BATCH, 1, LENGTH, LENGTH)) < 0.7
 _STAIRS = _J // 8 <= _I // 8
-# By name: arguments, and which pairs of each batch row they show.
+# By name: arguments, and the pairs of each batch row that they make visible.
 ARGUMENTS = {
   "causal": ({"is_causal": True}, _J <= _I),
   "window": ({"local_window_size": (12, 5)}, (_I - 12 <= _J) & (_J <= _I + 5)),

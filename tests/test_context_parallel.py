@@ -21,7 +21,7 @@ from tests.compilation import quick_jit
 from tests.cp_runs import LENGTH, MASKS, NATIVE, check_all_masks, make_mesh, on_one_device, run
 from tests.sizes import in_turns, name_of
 
-# Plans that are free to do so then compute each query in one stage.
+# With these links, plans that are free to do so compute each query in one stage.
 MERGING_IS_SLOW = jax_magi.Links(merge_seconds=1.0)
 _SIZES, _DEGREES = (1, 2, 3, 4, 8), (0, 1, 2, 4)
 _COMBINATIONS = list(itertools.product(_SIZES, _DEGREES))
@@ -163,7 +163,7 @@ def test_gradients_that_travel_in_16_bits(transport):
     np.testing.assert_array_equal(rounded[name], exact[name])
   for name in ("dk", "dv"):
     error = np.abs(rounded[name] - exact[name]).max()
-    # Two roundings of eight ranks' parts, which are not much larger than their sum.
+    # Two roundings of the parts of eight ranks, which are not much larger than their sum.
     assert 0 < error <= 2 * 2**-8 * np.abs(exact[name]).max()
   with pytest.raises(
     ValueError, match="remote_grad_dtype must be None or one of float32, bfloat16"

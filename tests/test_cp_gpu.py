@@ -1,4 +1,4 @@
-"""The programs of nodes of GPUs, compiled on one GPU or on none: what moves where, beside what."""
+"""Programs for nodes of GPUs, compiled with one GPU or none: their exchanges, and the overlap."""
 
 import collections
 import re
@@ -13,7 +13,7 @@ from tests.gpu_compiler import needs_compiler, run_compiler
 from tests.sizes import in_turns
 
 GPUS, LOCAL = 8, 1024
-# Of a row of keys and values, and of their gradients.
+# The bytes of a row of keys and values, and of their gradients.
 ROW_BYTES = 2 * gpu_program.HEADS[1] * gpu_program.HEAD_DIM * 2
 OPCODES = {
   "all_to_all": "all-to-all",
@@ -111,8 +111,8 @@ def _check_links(key, exchanges, action):
     assert moved == stats.levels[level].padded_rows
 
 
-# Nodes, degrees, transport and masks of the programs that one process compiles: each transport with
-# each number of nodes, and with each degree. Masks and degrees take turns.
+# The nodes, degrees, transport and masks of the programs that one process compiles. Each transport
+# occurs with each number of nodes, and with each degree. Masks and degrees take turns.
 CASES = [
   (2, "2", "two_level", "documents"),
   # The cases from here on are long.
@@ -126,8 +126,8 @@ CASES = [
   (4, "2", "all_gather", "full"),
   (1, "4,1", "all_gather", "documents,full"),
   (1, "4,1", "ragged", "documents,window"),
-  (1, "1,2", "auto", "window"),  # A permutation beside each kernel.
-  (1, "2,4", "auto", "neighbours"),  # Two of them.
+  (1, "1,2", "auto", "window"),  # Each kernel overlaps with one permutation.
+  (1, "2,4", "auto", "neighbours"),  # Each kernel overlaps with two permutations.
 ]
 
 
@@ -215,7 +215,7 @@ def test_a_kernel_barrier_is_between_transfers_and_their_kernel(nodes, transport
     if word == "kernel":
       assert in_flight
     if word == "attention":
-      # The last kernel of the forward pass has nothing beside it.
+      # The last kernel of the forward pass overlaps with nothing.
       assert (before == "kernel") == (in_flight > 0)
     before = word
   assert in_flight == 0

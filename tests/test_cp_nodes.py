@@ -32,7 +32,7 @@ _TWO_NODES = [0] * 4 + [1] * 4
   [
     (_fake_mesh(_TWO_NODES), 4),
     (_fake_mesh([[0] * 4, [1] * 4]), None),  # Nodes differ along another axis.
-    (_fake_mesh(_TWO_NODES, range(8)), 2),  # A process for each GPU: JAX does not know.
+    (_fake_mesh(_TWO_NODES, range(8)), 2),  # One process per GPU: JAX does not know the nodes.
     (_fake_mesh([None] * 8, range(8)), None),
     (_fake_mesh(_TWO_NODES, [0] * 8, "cpu"), 2),
     (_fake_mesh([0, 1] * 4), 1),

@@ -36,7 +36,7 @@ def test_processes_attend_together(count, cases):
 
 @pytest.mark.long
 def test_processes_check_their_exchange_together():
-  # Of the second report, only one process sees the wrong rows. Both have all figures alike.
+  # Only one process sees the wrong rows of the second report, but both report the same figures.
   reports = [x.split("\n---\n")[1:] for x in _outputs("tests.one_exchange_check", 2, [])]
   assert reports[0] == reports[1]
   right, wrong = reports[0]

@@ -64,7 +64,7 @@ def _check_backward(num_hops, steps):
 @pytest.mark.parametrize("num_hops", [[], [1], [1, 1, 1], [2], [1, 2, 2]], ids=str)
 def test_a_forward_pass_fetches_everything_in_time(num_hops):
   default, *others = orders_of(num_hops, is_backward=False)
-  # Keys of its own are computed in two parts where a first transfer has two hops.
+  # The rank's own keys are computed in two parts if the first transfer has two hops.
   own = [0] * (1 + (num_hops == [2]))
   assert _check_forward(num_hops, steps_of(num_hops)) == own + list(range(1, len(num_hops) + 1))
   assert steps_of(num_hops, default) == steps_of(num_hops)
@@ -146,7 +146,7 @@ def test_no_transfer_waits_for_all_attention_nor_all_attention_for_it(overlap_de
   )
   text = _step(key).lower(*_operands(key, 1024)).compile().as_text()
   transfers = overlap.schedule_of(text).collectives
-  # XLA for CPUs sees through barriers, and may keep what the forward pass fetched.
+  # XLA for CPUs ignores barriers, and may keep the rows that the forward pass fetched.
   num_hops = sum(map(len, key.capacities.hops))
   assert 2 * num_hops <= len(transfers) <= 3 * num_hops
   for transfer in transfers:

@@ -294,7 +294,7 @@ def test_checkpoint_policy_can_keep_the_results_of_ranks(saves, keep_remote_kv):
       )
       return jnp.sin(attended)
 
-    # In a scan, or XLA's common subexpression elimination could hide the second calls.
+    # In a scan, because XLA's common subexpression elimination could remove the second calls.
     return jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=2)[0]
 
   ranks = jax.shard_map(rank, mesh=make_mesh(cp=4), in_specs=P("cp"), out_specs=P("cp"))

@@ -20,7 +20,7 @@ from tests.cases import CASES
 def test_dense_masks_without_any_order(shape, seed, share):
   dense = np.random.default_rng(seed).random(shape) < share
   mask = AttentionMask.from_dense(dense)
-  checked = AttentionMask(mask.slices, *shape)  # No two share a pair.
+  checked = AttentionMask(mask.slices, *shape)  # Checks that no two slices share a pair.
   np.testing.assert_array_equal(checked.to_dense(), dense)
   assert checked.area() == dense.sum()
 

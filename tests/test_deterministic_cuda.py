@@ -16,7 +16,7 @@ from tests.needs import hopper_needs
 pytestmark = pytest.mark.gpu
 
 _LENGTH = 2504
-# Tiles of the same number of blocks, and of others; of one slice, and of many, also out of order.
+# Tiles with equal and with different numbers of blocks; with one slice, and with many, unsorted.
 _MASKS = {
   "full": AttentionMask.full(_LENGTH),
   "causal": AttentionMask.causal(_LENGTH),
@@ -26,17 +26,17 @@ _MASKS = {
   "documents_anywhere": AttentionMask.from_cu_seqlens(
     [0, 131, 702, 1697, 1901, _LENGTH], causal=True
   ),
-  # Three ranges of queries, of which none sees a tile that another sees.
+  # Three ranges of queries. No two of them see the same tile.
   "three_in_a_unit": AttentionMask.from_ranges(
     [[96, 98], [98, 101], [101, 104], [104, _LENGTH]],
     [[0, 600], [800, 1400], [1600, 2304], [2304, _LENGTH]],
     k_len=_LENGTH,
   ),
-  # So many slices that units are larger, and stay in one piece.
+  # There are so many slices that units are larger, and are not split.
   "tiny_documents": AttentionMask.from_cu_seqlens([*range(0, _LENGTH, 3), _LENGTH], causal=True),
   "many_documents": AttentionMask.from_cu_seqlens(np.arange(0, _LENGTH + 1, 4)),
   "block_causal": AttentionMask.block_causal(256, _LENGTH),
-  # Blocks of the last two lie in one tile, and half of one is half of the other.
+  # Blocks of the last two ranges are in one tile, and overlap by half.
   "half_apart": AttentionMask.from_ranges(
     [[0, 512], [8, 136], [72, 200]],
     [[0, 128], [128, 168], [168, 256]],

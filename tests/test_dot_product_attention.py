@@ -38,8 +38,8 @@ _LENGTHS = {
 )
 def test_same_result_and_gradient(options):
   q, k, v = _inputs()
-  # Rows past the length, and rows that see nothing, are zero in ours; the original leaves the
-  # latter to chance. Compare where both are defined.
+  # Rows after the length and fully masked rows are zero in ours. In the original, fully masked rows
+  # are undefined. Compare the rows that both define.
   valid = np.ones((3, 40), bool)
   if "query_seq_lengths" in options:
     valid = np.arange(40)[None] < options["query_seq_lengths"][:, None]

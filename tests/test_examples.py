@@ -33,7 +33,7 @@ def test_flax_example_holds_logits_at_the_threshold(name):
   module = _load(name)
   history = np.array(module.main())
   assert history.shape == (40, module.NUM_LAYERS, module.NUM_Q_HEADS)
-  # They start above the threshold, and with every step want to grow: without the clip, past 8.
+  # Logits start above the threshold, and grow with every step. Without the clip, they would pass 8.
   assert history[0].max() > module.THRESHOLD
   assert module.THRESHOLD < history[-10:].max() < 1.2 * module.THRESHOLD
 
@@ -114,7 +114,7 @@ def test_gpt_on_data_tensor_and_context_parallel_devices():
   np.testing.assert_allclose(mesh["loss"], alone["loss"], atol=1e-4)
   np.testing.assert_allclose(mesh["max_logit"], alone["max_logit"], rtol=1e-4)
   assert max(alone["max_logit"]) > config.threshold, "nothing was clipped"
-  # The weights stayed where they were put: half of the heads on each device.
+  # The weights kept their sharding: half of the heads on each device.
   query = mesh["params"]["blocks"]["query"]
   assert query.sharding.shard_shape(query.shape)[2] == config.num_q_heads // 2
 

@@ -83,7 +83,7 @@ def test_other_axes_exchange_side_by_side(axis_type):
   mesh = make_mesh(axis_type, dp=2, cp=2)
   report = jax_magi.check_exchange(mesh, transports=["all_gather", "ragged"], **_SMALL)
   assert report.ok
-  # Each of both groups has two ranks' rows of eight keys, in one transfer.
+  # Each of the two groups compares the rows of two ranks, for eight keys with one transfer.
   assert {x.num_rows for x in report.checks if x.direction == "reduce"} == {2 * 2 * 8 * 32}
 
 

@@ -15,7 +15,7 @@ from tests.sizes import in_turns
 
 BATCH, LENGTH, HEADS, FEATURES = 3, 24, 4, 32
 LENGTHS = np.array([24, 17, 1])
-# [batch, length]: what is not padding.
+# [batch, length]: True for tokens that are not padding.
 TOKENS = np.arange(LENGTH) < LENGTHS[:, None]
 
 
@@ -91,7 +91,7 @@ def _assert_close(ours, theirs):
 )
 def test_masks_made_of_slices(name, is_causal, is_padded):
   kind = {"is_causal": is_causal, "is_padded": is_padded}
-  # What padding itself sees differs, and nobody reads it.
+  # The results of padding differ, and are not used.
   rows = TOKENS if is_padded else np.ones_like(TOKENS)
   ours, theirs = (
     _value_and_gradients(MODULES[name], fn, _inputs(), {"mask": mask}, rows)

@@ -22,7 +22,7 @@ from tests.stages import check_stages, mask_of_weights
 
 pytestmark = pytest.mark.gpu
 
-# Queries of a block, by head dim; and with a cap.
+# The number of queries of a block, by head dim, without and with a cap.
 _COLUMNS = {64: 128, 128: 80, 256: 64}
 _CAPPED_COLUMNS = {64: 64, 128: 48, 256: 64}
 _THRESHOLDS = (16, 8, 4)
@@ -74,8 +74,8 @@ def test_dims_of_no_kernel(dims):
     AttentionMask.sliding_window(2000, left=700),
     AttentionMask.from_cu_seqlens([0, 131, 1400, 1900], causal=True),
     AttentionMask.from_cu_seqlens(range(0, 1001, 100)),  # No tile is cut.
-    AttentionMask.full(1300, 400).crop(0, 1300, 500, 900),  # Nobody sees any.
-    # Many slices meet a tile: heads are worked on one after the other.
+    AttentionMask.full(1300, 400).crop(0, 1300, 500, 900),  # No pair is visible.
+    # Many slices touch a tile, so heads are processed one after another.
     AttentionMask.from_ranges([[i, i + 30] for i in range(0, 1500, 40)], [[0, 200]] * 38),
   ],
   ids=["full", "causal", "window", "documents", "light", "nothing", "many_slices"],
@@ -103,7 +103,7 @@ def test_gradients_of_keys_that_nobody_sees_are_zero(head_dim, group):
   operands = _operands(mask, (2 * group, 2), head_dim)
   config = ops.AttentionConfig(0.1, implementation="cuda")
 
-  # XLA gives the results the memory of arguments that are donated.
+  # XLA reuses the memory of donated arguments for the results.
   @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
   def run(poison, operands, slices):
     del poison

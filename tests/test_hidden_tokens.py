@@ -1,4 +1,4 @@
-"""NaN and infinities in tokens that nobody sees, or that see nothing: they reach nothing."""
+"""NaN and infinities in tokens that are in no visible pair have no effect."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.arrays import assert_same_bits
 from tests.compilation import quick_jit
 from tests.sizes import in_turns, name_of
 
-# Documents between tokens that are hidden, inside the same tiles: queries and keys of their own.
+# Documents and hidden tokens share tiles. Queries and keys have separate hidden tokens.
 _Q_LEN, _K_LEN = 330, 350
 _MASK = AttentionMask.from_ranges(
   [[0, 50], [60, 130], [140, 142], [150, 320]],

@@ -17,7 +17,7 @@ from tests.sizes import in_turns
 BATCH, Q_LEN, K_LEN, DIM = 3, 36, 40, 16
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 SHAPES = ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "1h1k", "b11k", "hqk", "qk")
-# Every row before a query's length sees a key: JAX averages over all keys where a row sees none.
+# Each row before the query length sees a key, because JAX averages over all keys for other rows.
 _LENGTHS = {
   "query_seq_lengths": np.array([36, 13, 7], np.int32),
   "key_value_seq_lengths": np.array([40, 20, 12], np.int32),

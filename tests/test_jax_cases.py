@@ -15,7 +15,7 @@ from tests.sizes import in_turns
 
 BATCH, LENGTH, DIM = 3, 40, 16
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-# Every row before a query's length sees a key: JAX averages over all keys where a row sees none.
+# Each row before the query length sees a key, because JAX averages over all keys for other rows.
 _LENGTHS = {
   "query_seq_lengths": np.array([40, 13, 7], np.int32),
   "key_value_seq_lengths": np.array([40, 20, 12], np.int32),

@@ -14,7 +14,7 @@ def _rows(*shapes, dtype=jnp.bfloat16):
   return [jax.ShapeDtypeStruct((1, *shape), dtype) for shape in shapes]
 
 
-# Of a token: 512 and 64 numbers, or 64 heads with 192 and 128 dims.
+# The rows of a token: 512 and 64 numbers, or 64 heads with 192 and 128 dims.
 LATENTS, EXPANDED = _rows((512,), (64,)), _rows((64, 192), (64, 128))
 MODEL = Links().for_heads(64, 192, 128)
 

@@ -131,7 +131,7 @@ def test_rows_of_several_dtypes_travel_as_they_are():
     jax.tree_util.tree_leaves_with_path(back), jax.tree.leaves((want, want_grads)), strict=True
   ):
     x, y = (np.asarray(array, np.float32) for array in (x, y))
-    # Of bfloat16 rows, the part of each of four ranks is rounded, and so is the sum.
+    # With bfloat16 rows, the part of each of four ranks is rounded, and so is their sum.
     allowed = 4 * 2**-9 * np.abs(y).max() if "half" in str(path) else 2e-5
     np.testing.assert_allclose(x, y, atol=allowed, rtol=0, err_msg=str(path))
 
@@ -274,7 +274,7 @@ def test_one_device_keeps_latents_alone():
       q, latent, mask, expand=lambda rows: expand(rows, params), return_max_logits=True
     )
 
-  # Rows from 93 on are seen by none. Zeros have no finite norm.
+  # No query sees rows from 93 on, which are zeros. The gradient of their norm is not finite.
   q, latent, params, cotangents = _operands()
   latent = jax.tree.map(lambda x: np.where(np.arange(LENGTH)[:, None] < 93, x, 0), latent)
   operands = q, latent, params, cotangents
@@ -282,7 +282,7 @@ def test_one_device_keeps_latents_alone():
   want = _expected("documents")
   check_equal({n: ours[n] for n in want}, want)
 
-  # Of the shapes of k and v, there are q and out; of what both are cut from, there is nothing.
+  # Only q and out have the shapes of k and v, and nothing has the shape from which both are cut.
   _, vjp = jax.vjp(lambda *x: attend(*x)[0], q, latent, params)
   kept = collections.Counter(x.shape[x.shape[0] == 1 :] for x in jax.tree.leaves(vjp))
   k, v = jax.eval_shape(expand, latent, params)

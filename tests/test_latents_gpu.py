@@ -31,8 +31,8 @@ def test_rows_are_on_the_wire_as_they_are(degree, transport, mask, rows):
     schedule = overlap.schedule_of(program)
     assert overlap.faults_of(schedule) == []
     exchanges = [c for c in schedule.collectives if c.exchange]
-    # All of them beside a kernel, and nothing else in either pass but the sum of the parameters'
-    # gradients, once.
+    # All of them overlap with a kernel. The only other collective of both passes is one sum of the
+    # parameters' gradients.
     assert all(c.is_async and c.attention for c in exchanges)
     others = [c for c in schedule.collectives if not c.exchange]
     assert [c.opcode for c in others] == ["all-reduce"]

@@ -133,7 +133,7 @@ def test_shared_question(question, answers):
 def _segment_mask(ids, kv_ids, causal):
   same = (ids[:, None] == kv_ids[None, :]) & (ids[:, None] > 0)
   if causal:
-    # Position from the end of its own document.
+    # The distance to the end of the token's document.
     def to_end(x):
       return np.array([len(x) - 1 - i - np.argmax(x[::-1] == v) for i, v in enumerate(x)])
 

@@ -85,7 +85,7 @@ def test_window():
 
 def test_mask_func_is_applied_to_scaled_scores():
   x, mask, offset = _inputs()
-  mask[0, :, 2] = True  # Filled with one number, a row is nearly what it was.
+  mask[0, :, 2] = True  # The fill value changes such a row only a little.
   filled = _plain(_fill(x.astype(np.float32) * 0.5, mask), None, None, offset)
   _close(_make(mask_func=_fill)(x, mask, offset), filled.astype(x.dtype))
   assert not (np.asarray(_make(mask_func=_fill)(x, mask))[0, :, 2] == 0).any()

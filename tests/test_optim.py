@@ -75,7 +75,7 @@ def test_infinite_threshold_never_clips():
   np.testing.assert_array_equal(qk_clip_gamma(np.array([1e38, -1.0], np.float32), np.inf), 1.0)
 
 
-# --- clipped weights, against float64 and against logits that are computed again ---
+# --- clipped weights, compared with float64 and with recomputed logits ---
 
 
 def _mha_logits(params, x, num_heads):
@@ -356,7 +356,7 @@ def test_measured_by_attention_and_clipped_under_scan_over_layers():
     assert_same_bits(again[layer], np.asarray(max_logits[layer]))
 
 
-# --- what peers got wrong ---
+# --- errors of other implementations ---
 
 
 def test_one_hot_layer_under_scan_clips_only_that_layer():

@@ -111,7 +111,7 @@ def test_layers_must_agree():
     ValueError, match=r"/q/kernel for layer 2, but there are parameters of later layers"
   ):
     apply_qk_clip(params, np.ones((3, 4)), counted)
-  # A layer too many on either side: neither is skipped.
+  # If either side has a layer too many, no layer is skipped silently.
   params = {"0": make_kernels(), "1": make_kernels()}
   for num_layers in (1, 3):
     with pytest.raises(ValueError, match=r"must be .* = \[2, 4\]"):

@@ -153,13 +153,13 @@ def test_microbatches_are_clipped_by_their_largest_maximum(hot):
     statistics[:4].max(axis=0),
     PROJECTIONS,
   )
-  for early in seen[:3]:  # Nothing moves while gradients gather.
+  for early in seen[:3]:  # No parameter changes while gradients accumulate.
     assert_same_bits(early, make_params())
   _assert_close(seen[3], expected)
   assert (seen[3]["q"][2, :, 1] != make_params()["q"][2, :, 1] - 0.1 * mean["q"][2, :, 1]).all()
   for early in seen[4:7]:
     assert_same_bits(early, seen[3])
-  # The second four start from nothing: they do not clip.
+  # The maximum of the second four steps starts from -inf, so they do not clip.
   mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *grads[4:])
   _assert_close(seen[7], jax.tree.map(lambda p, g: p - np.float32(0.1) * g, seen[3], mean))
   np.testing.assert_array_equal(state[1].max_logits, -np.inf)

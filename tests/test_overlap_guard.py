@@ -94,7 +94,7 @@ def test_other_collectives_may_be_exposed():
   assert not _faults(_start(), _done(), _attention("a"), reduction)
 
 
-# As XLA writes them: it drops the metadata of a ragged exchange, and not that of what it takes.
+# In XLA's form: it drops the metadata of a ragged exchange, but not that of its operands.
 _ZEROS = f"%zeros = f32[64]{{0}} fusion(), kind=kLoop, calls=%zero{_in_scope('ragged')}"
 _OFFSETS = "%offsets = (s64[8]{0}, s64[8]{0}) fusion(%p), kind=kLoop, calls=%fused_offsets"
 _ITEMS = [f"%o{i} = s64[8]{{0}} get-tuple-element(%offsets), index={i}" for i in range(2)]

@@ -17,10 +17,10 @@ from jax_magi._src.overlap.hlo_text import num_bytes, parse
 from jax_magi._src.overlap.kinds import Kind, custom_call_kind
 from tests.cp_runs import make_mesh
 
-# What `python -m tests.gpu_program 2 8 2 two_level documents print` has printed, and the same with
-# xla_gpu_enable_latency_hiding_scheduler=false and
-# xla_gpu_experimental_parallel_collective_overlap_limit=1: the entry computations. Of metadata only
-# the scopes of exchanges are left, and of configurations what is synchronous.
+# The entry computations that `python -m tests.gpu_program 2 8 2 two_level documents print` printed,
+# with the recommended options, and with xla_gpu_enable_latency_hiding_scheduler=false and
+# xla_gpu_experimental_parallel_collective_overlap_limit=1. Metadata is reduced to the scopes of
+# exchanges, and configurations to whether a collective is synchronous.
 DATA = Path(__file__).parent / "data"
 
 
@@ -121,8 +121,8 @@ def test_program_for_cpus():
   # Three stages forward; three backward, of which the rank's own keys are two halves.
   assert schedule.num_attention == 7
   transfers = [c for c in schedule.collectives if c.num_bytes > 1000]
-  # Of two stages, keys forward and gradients backward. The backward pass fetches keys again, which
-  # XLA for CPUs joins with the forward pass's with JAX 0.10.2, and not from 0.11 on.
+  # Two stages fetch keys, and return gradients. The backward pass fetches keys again. With JAX
+  # 0.10.2, XLA for CPUs merges these with the fetches of the forward pass; with 0.11, it does not.
   assert len(transfers) == (4 if jax.__version_info__ < (0, 11) else 6)
   assert not any(c.is_async or c.attention for c in transfers)
   assert all(c.independent_attention for c in transfers)
@@ -255,7 +255,7 @@ def test_any_order_of_starts_dones_and_attention(data):
   marks += [("attention", i) for i in range(data.draw(st.integers(1, 5)))]
   order = data.draw(st.permutations(marks))
   place = {mark: index for index, mark in enumerate(order)}
-  # A done that was drawn before its start changes places with it.
+  # If a done was drawn before its start, swap them.
   for i in range(num):
     a, b = sorted((place["start", i], place["done", i]))
     order[a], order[b] = ("start", i), ("done", i)

@@ -38,7 +38,7 @@ def _raise(*_):
 GOOD = Peer("good", "Good", _ours)
 ABSENT = Peer("absent", "Absent", _ours, absence=lambda: "needs a moon")
 FAILING = Peer("failing", "Failing", _raise)
-# Right, but for a mask that it does not look at.
+# A peer that ignores the mask, and is right otherwise.
 WRONG = Peer("wrong", "Wrong", lambda _: _ours(_cell("full")))
 
 
@@ -100,7 +100,7 @@ def test_ways_may_depend_on_the_direction():
 
 def test_a_peer_that_computes_something_else_is_not_compared():
   assert "computes something else" in timed(WRONG, _cell())["note"]
-  # One key too many in a window of 1024, which a mean error would not show.
+  # One key too many in a window of 1024. A mean error would not detect it.
   mask = AttentionMask.sliding_window(1500, left=1023)
   other = Cell("window", AttentionMask.sliding_window(1500, left=1024), 64, 2, 1, "bfloat16")
   peer = Peer("window", "Window", lambda _: _ours(other))

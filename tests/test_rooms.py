@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "jax_magi" / "_src"
 CC = ROOT / "cc"
 
-# Room, or module that all rooms share -> what it imports. Lower lines know nothing of upper ones.
+# Each room, or shared module, with the rooms that it imports. Rooms import only later lines.
 PYTHON = {
   "public": {
     "about",
@@ -39,7 +39,7 @@ PYTHON = {
   "reference": set(),
 }
 
-# Folder of cc/ -> folders that it includes from; "" is what all share.
+# Each folder of cc/ with the folders that it includes; "" has the shared headers.
 CPP = {
   "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/overlap", "cuda/softmax"},
   "cpu": {""},
@@ -52,7 +52,7 @@ CPP = {
   "": set(),
 }
 
-# What comes from outside, by the beginning of its name -> folders that may include it.
+# Prefixes of external headers, with the folders that may include them.
 OUTSIDE = {
   "xla/": {"ffi"},
   "nanobind/": {"ffi"},

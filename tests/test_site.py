@@ -32,7 +32,7 @@ PAGES = [
   "performance",
   "benchmarks/results/index",
 ]
-# Diagrams are in closed trees, in which no script could look for them.
+# Mermaid puts diagrams into closed shadow trees, which scripts cannot inspect. Open them.
 _OPEN_TREES = """
   const attach = Element.prototype.attachShadow;
   Element.prototype.attachShadow = function () { return attach.call(this, {mode: "open"}); };

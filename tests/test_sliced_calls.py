@@ -27,7 +27,7 @@ def test_no_call_is_fused_with_slices():
 def test_results_are_those_of_a_copy(name):
   fun = sliced_calls.CALLS[name]
   x = jax.random.normal(jax.random.key(0), sliced_calls.SHAPE, jnp.bfloat16)
-  with jax.disable_jit():  # Each operation alone: the kernel's operands are arrays of their own.
+  with jax.disable_jit():  # Without fusions, the kernel's operands are separate arrays.
     expected = np.asarray(fun(x), np.float32)
   got = np.asarray(jax.jit(fun, donate_argnums=0)(x), np.float32)
   np.testing.assert_array_equal(got, expected)

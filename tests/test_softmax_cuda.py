@@ -12,7 +12,7 @@ from tests.softmax_cases import BROADCASTS, CASES, ROWS, SoftmaxCase, check_soft
 
 pytestmark = pytest.mark.gpu
 
-# Around the lengths at which a row is spread over more threads.
+# Lengths near those at which more threads share a row.
 _MORE_ROWS = row_cases(
   *(9, 64, 65, 256, 257, 512, 1024, 1025, 2048, 2049, 8192, 8193, 16384, 32769, 131072, 300001)
 )
@@ -74,7 +74,7 @@ def test_windows_begin_anywhere_in_a_line_of_memory(width, k_len, dtype):
 @pytest.mark.parametrize("k_len", [1000, 1999, 2048])
 @pytest.mark.parametrize("q_len", [1, 3, 2051])
 def test_rows_that_do_not_fill_their_block_of_threads(q_len, k_len, dtype):
-  # Under a causal mask, rows that see nothing beside rows that see something.
+  # Under a causal mask, some rows are fully masked, and others are not.
   case = SoftmaxCase(f"rows-{q_len}-{k_len}", (1, 1, q_len, k_len), is_causal=q_len > k_len)
   check_softmax(case, dtype, "cuda")
 

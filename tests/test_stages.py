@@ -31,7 +31,7 @@ from tests.stages import (
 )
 
 _IMPLEMENTATIONS = ["cpu", "blockwise"]
-# Few, as each is compiled: out of order, with an empty stage, with stages of few keys.
+# Few cases, because each is compiled: unsorted, with an empty stage, with stages of few keys.
 _BOUNDS = [
   ((0, 97), (97, 150)),
   ((140, 150), (0, 1), (1, 140)),
@@ -186,7 +186,7 @@ def test_kernels_write_to_the_memory_of_running_results():
   assert len(aliased) == 5  # All but the first forward call.
   words = empty_dq_sum(*(jnp.zeros(x.shape, x.dtype) for x in _batch()[:3:2])).shape[-1]
   large = rf"f32\[2,130,4,24\]|f32\[2,130,4\]|f32\[2,4,{words}\]"
-  # But for zeros, which are made so.
+  # Except copies of zeros, which XLA makes by broadcasting.
   pattern = rf"= ({large})\S* copy\((?!%broadcast)"
   assert not [line for line in text.splitlines() if re.search(pattern, line)]
 

@@ -161,7 +161,7 @@ def test_deterministic_runs_are_equal_bit_for_bit(head_dim, name):
 
     @jax.jit
     def stages(q, k, v, dout, slices):
-      # The forward pass of one margin for all: it may cut tiles along their keys.
+      # All use the forward pass of one margin, because the margin may cut tiles along their keys.
       forward = ops.AttentionConfig(head_dim**-0.5, implementation="cuda")
       out, lse, _ = forward_stages(forward, q, k, v, sink, slices, bounds)
       delta = ops.delta(out, lse, dout, jnp.zeros_like(lse))
@@ -272,6 +272,6 @@ def test_kernels_write_to_the_memory_of_running_results():
   text = run.lower(q, k, v, dout, slices).compile().as_text()
   calls = [line for line in text.splitlines() if "custom-call(" in line and "attention_" in line]
   assert sum("output_to_operand_aliasing" in line for line in calls) == 3
-  # But for zeros, which may be made so.
+  # Except copies of zeros, which XLA may make by broadcasting.
   pattern = r"= f32\[1,(512,4,128|4,65536)\]\S* copy(-start)?\((?!%broadcast)"
   assert not [line for line in text.splitlines() if re.search(pattern, line)]

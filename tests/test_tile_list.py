@@ -216,7 +216,7 @@ def test_stamps_tell_much_work(mask, is_long):
     (128, AttentionMask.from_cu_seqlens(np.arange(0, 16385, 2048)), False),
     (128, AttentionMask.from_cu_seqlens(np.arange(0, 6) * 4900), False),
     (128, AttentionMask.from_cu_seqlens(np.arange(0, 6) * 5120), True),
-    # None may meet queries and leave one of two blocks of threads without keys.
+    # No tile may see queries but leave one of the two CTAs without keys.
     (128, AttentionMask.full(8192, 256 * 30 + 129), True),
     (128, AttentionMask.full(8192, 256 * 30 + 128), False),
     (128, AttentionMask.full(8192, 256 * 30).crop(0, 8192, 0, 256 * 30 + 128), True),
@@ -297,7 +297,7 @@ def test_tiles_that_are_cut_by_the_device_have_no_parts(length, head_dim):
   one_part = hopper_needs(mask, **options | {"group": 1}, **traced)
   needs = hopper_needs(mask, **options, **traced)
   assert needs.num_dkv_parts == one_part.num_dkv_parts == 1
-  # But for the counter, as much for each query head.
+  # Except for the counter, each query head takes the same amount.
   counter_bytes = 64  # The work counter, to the next piece of the workspace.
   assert needs.workspace_bytes - counter_bytes == 6 * (one_part.workspace_bytes - counter_bytes)
   for changes in (

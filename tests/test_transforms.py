@@ -169,7 +169,7 @@ def test_checkpoint_policy_can_keep_the_residuals(kept, names, num_forward_calls
     )
 
   def loss(x):
-    # In a scan, or XLA's common subexpression elimination could hide the second call.
+    # In a scan, because XLA's common subexpression elimination could remove the second call.
     return jax.lax.scan(lambda x, _: (block(x), None), x, None, length=2)[0].sum()
 
   step = jax.jit(jax.value_and_grad(loss)).lower(x).compile()
