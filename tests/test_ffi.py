@@ -263,7 +263,7 @@ def test_softmax_backward_names_the_wrong_operand(name, wrong):
   ],
 )
 def test_wrongly_typed_attribute_is_an_error(run, name, wrong, expected):
-  # XLA caches attributes by value, and would reuse an equal attribute of the right type from another
+  # XLA caches attributes by value, and would reuse an equal one of the right type from another
   # call. Therefore, these values are used nowhere else.
   match = f"Wrong scalar data type: expected {expected}"
   with jax.enable_x64(True), pytest.raises(jax.errors.JaxRuntimeError, match=match):
