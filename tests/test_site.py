@@ -107,6 +107,18 @@ def test_page(browser, site, name):
   assert failed == []
 
 
+def test_nothing_is_too_wide_on_any_other_page(browser, site):
+  found = {}
+  for page in sorted(site.rglob("*.html")):
+    name = page.relative_to(site).with_suffix("").as_posix()
+    if name not in (*PAGES, "404"):
+      browser.open(page.as_uri())
+      browser.evaluate("document.querySelectorAll('details').forEach(x => x.open = true)")
+      found[name] = browser.evaluate(_OVERFLOWING) + browser.evaluate(_TABLES_THAT_DO_NOT_SCROLL)
+  assert len(found) > 15
+  assert {name: texts for name, texts in found.items() if texts} == {}
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links(browser, site, name):
   browser.open((site / f"{name}.html").as_uri())
