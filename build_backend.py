@@ -1,6 +1,7 @@
-"""The build backend: scikit-build-core, and the CUTLASS headers where there is an nvcc.
+"""The build backend: scikit-build-core, and the CUTLASS headers if there is an nvcc.
 
-Run as a script, it prints what a build without isolation needs besides pyproject.toml's list.
+As a script, it prints what a build without isolation needs in addition to the list in
+pyproject.toml.
 """
 
 import os
@@ -36,7 +37,7 @@ def get_requires_for_build_editable(config_settings=None):
 
 
 def build_sdist(sdist_directory, config_settings=None):
-  """For pip. The commit goes along in a file, as what is built from the archive has no git."""
+  """For pip. Adds a file with the commit, because a build from the archive has no git."""
   root = Path(__file__).resolve().parent
   if not (root / ".git").exists():
     return _build.build_sdist(sdist_directory, config_settings)

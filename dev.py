@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 HERE = ROOT / "build" / "here"  # The package, as `gpu --here` builds it.
-PLUGIN = ROOT / "build" / "cuda_plugin"  # What compiles for GPUs where there is none.
-# Of the kernels for sm_80 and later, what is compiled here: machine code and PTX. Wheels have machine
-# code for more GPUs, which takes minutes more.
+PLUGIN = ROOT / "build" / "cuda_plugin"  # Compiles programs for GPUs on machines without one.
+# The targets that the kernels for sm_80 and later are compiled for here: sm_80 and PTX. Wheels have
+# machine code for more GPUs, which takes minutes more.
 SM80 = "cmake.define.JAX_MAGI_SM80_ARCHITECTURES=80"
 # Python keeps compiled modules there, even if the environment forbids it. Without them, a process
 # that imports JAX takes three times as long to start, and tests start many.
@@ -46,7 +46,7 @@ def run(*command: object, **environment: str) -> None:
 
 
 def requirements(config: dict, group: str) -> list[str]:
-  """What has to be installed for a group of commands: "demo", or "dev" for all of them."""
+  """The packages that a group of commands needs: "demo", or "dev" for all commands."""
   extras = config["project"]["optional-dependencies"]
   found = [*config["build-system"]["requires"], *config["project"]["dependencies"]]
   if group == "dev":
@@ -89,9 +89,9 @@ def set_up(group: str) -> None:
 
 
 def install_plugin(*install: str) -> None:
-  """JAX's CUDA plugin, for tests of programs for many GPUs: 130 MB.
+  """Installs JAX's CUDA plugin (130 MB), for tests of programs for many GPUs.
 
-  Not in the environment: every process there would look for a GPU, and say that there is none.
+  It is not in the environment, where every process would look for a GPU and warn about it.
   """
   command = [str(PYTHON), "-c", "import jax; print(jax.__version__)"]
   version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -127,7 +127,7 @@ def lint() -> None:
 
 
 def build_here(cutlass: Path | None, variants: str | None) -> None:
-  """Builds the package with the Python and the tools that are installed, without a network."""
+  """Builds the package with the installed Python and tools, without a network."""
   folder = HERE.with_name("here_cmake")
   # An option that is no longer given would stay in the cache. What is compiled is kept.
   (folder / "CMakeCache.txt").unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Benchmarks; each is a module to run, and `python -m benchmarks` runs several."""
+"""Benchmarks. Each is a module to run. `python -m benchmarks` runs several."""

@@ -1,13 +1,13 @@
-"""Runs benchmarks, one after the other, and collects figures and plots.
+"""Runs benchmarks, one after another, and collects figures and plots.
 
 python -m benchmarks                       all that this machine can run
 python -m benchmarks attention softmax     some
 python -m benchmarks --quick               fewer lengths and steps, to see that it runs
 
-Each part is a process of its own, so that all have the whole device. Its output goes to PART.log in
-the folder, its plots to PART*.png, and all figures to results.json, with device, versions and
-commit. Attention is timed beside the peers that this machine has (peers.py); those that it has not
-are named, with the reason.
+Each part runs in a separate process, so that it has the whole device. Its output goes to PART.log
+in the folder, its plots to PART*.png, and all figures to results.json, with device, versions and
+commit. Attention is timed against the baselines that this machine has (peers.py). Missing baselines
+are listed, with the reason.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Part:
   """A benchmark.
 
   Attributes:
-    commands: modules with their arguments; {json} and {plot} are files of this part.
-    on_cpu: more arguments of each command on a CPU; None is for GPUs alone.
-    quick: more arguments of the first command under --quick.
-    quick_on_cpu: whether these are also for CPUs.
+    commands: modules with their arguments. {json} and {plot} are replaced by files of this part.
+    on_cpu: further arguments of each command on a CPU. None if the part needs a GPU.
+    quick: further arguments of the first command with --quick.
+    quick_on_cpu: whether `quick` also applies on a CPU.
   """
 
   commands: tuple[str, ...]
@@ -69,14 +69,14 @@ PARTS = {
 
 
 class Bar:
-  """A bar of parts that are done, with the last line that the running part printed."""
+  """A progress bar of parts, with the last line that the running part printed."""
 
   def __init__(self, total: int):
     self._total, self._start = total, time.monotonic()
     self._is_terminal = sys.stdout.isatty()
 
   def show(self, done: int, name: str, text: str = "", *, is_end: bool = False) -> None:
-    """Draws it. Where output is no terminal, only the ends of parts."""
+    """Draws the bar. If the output is no terminal, prints only the ends of parts."""
     if not self._is_terminal and not is_end:
       return
     minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
@@ -86,7 +86,7 @@ class Bar:
 
 
 def run_part(part: Part, name: str, folder: Path, *, is_gpu: bool, quick: bool, show) -> dict:
-  """Runs a part, and returns its figures; or why there are none."""
+  """Runs a part, and returns its figures, or the reason why there are none."""
   if part.on_cpu is None and not is_gpu:
     return {"skipped": "needs an NVIDIA Hopper GPU"}
   files = {"json": folder / f"{name}.json", "plot": folder / f"{name}.png"}
@@ -108,7 +108,7 @@ def run_part(part: Part, name: str, folder: Path, *, is_gpu: bool, quick: bool, 
 
 
 def _run(command: list[str], log: IO[str], show) -> str | None:
-  """Runs a command, and returns the end of what it printed if it failed."""
+  """Runs a command. If it failed, returns the end of its output."""
   last = collections.deque(maxlen=5)
   process = subprocess.Popen(
     command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

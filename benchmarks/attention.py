@@ -1,12 +1,12 @@
-"""Times attention beside the peers that are on this machine.
+"""Times attention against the baselines that are on this machine.
 
 python -m benchmarks.attention [--json FILE] [--plot FILE] [--peers PEER ...]
                                [--parts PART ...] [--lengths N ...] [--dims KEY,VALUE]
 
-On a CPU it prints the time of the forward pass, of forward and backward, and the peak memory of a
-process that runs both, for growing lengths. On a GPU see attention_gpu.py; `--parts` chooses among
-its parts, `--lengths` the numbers of tokens, and `--dims 192,128` the head dims of forward and
-backward passes. `--peers` chooses among peers.py; without names, none.
+On a CPU, it prints the time of the forward pass, the time of forward and backward pass, and the
+peak memory of a process that runs both, for several lengths. For GPUs, see attention_gpu.py:
+`--parts` selects its parts, `--lengths` the numbers of tokens, and `--dims 192,128` the head dims
+of forward and backward passes. `--peers` selects baselines of peers.py; without names, none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEMORY_LENGTHS = (1024, 2048, 4096, 8192)
 
 
 def make_masks(length: int) -> dict[str, jax_magi.AttentionMask]:
-  """The masks that are timed: causal, and causal documents of 128 .. 1024 tokens."""
+  """The masks that are timed: causal, and causal documents of 128 to 1024 tokens."""
   rng = np.random.default_rng(0)
   bounds = [0]
   while bounds[-1] < length:

@@ -1,7 +1,8 @@
-"""Times the CUDA kernels with a bias and with ALiBi slopes, beside without and beside cuDNN.
+"""Times the CUDA kernels with a bias and with ALiBi slopes, against neither and against cuDNN.
 
-A bias is bf16, `[heads, tokens, tokens]`, and its gradient is computed; slopes have none. With head
-dims of your choice, of which JAX's front end of cuDNN takes few, the plain path replaces cuDNN.
+The bias is bf16, `[heads, tokens, tokens]`, and its gradient is computed. The gradient of slopes is
+not. With `--dims`, the plain path replaces cuDNN, because JAX's interface to cuDNN supports few
+head dims.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _cudnn(is_causal: bool) -> Callable:
 
 
 def _times(fun: Callable, operands: tuple) -> tuple[float, float]:
-  """Seconds of a forward pass, and of a backward pass alone."""
+  """The seconds of a forward pass, and of only a backward pass."""
   forward = timing.seconds(jax.jit(fun), *operands, min_calls=3, budget=0.06)
   out, vjp = jax.jit(lambda *x: jax.vjp(fun, *x))(*operands)
   dout = jax.random.normal(jax.random.key(1), out.shape, out.dtype)

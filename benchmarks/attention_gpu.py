@@ -1,8 +1,8 @@
-"""Times the CUDA kernels beside the peers that are here, mask by mask and length by length.
+"""Times the CUDA kernels against the available baselines, for each mask and length.
 
-Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass, 2.5 times that
-for a backward pass alone (five products instead of two; what it recomputes does not count). Where
-values have other dims than keys, two of the five products have theirs, and one of the two.
+Rates are TFLOP/s over visible pairs: 4 * area * head_dim * heads for a forward pass, and 2.5 times
+that for a backward pass (five products instead of two; recomputation does not count). If values and
+keys have different head dims, two of the five products, and one of the two, have that of values.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LENGTHS = [2**i for i in range(10, 17)]
 BACKWARD_LENGTHS = [n for n in LENGTHS if n <= 32768]
 # head_dim, query heads, kv heads
 MODELS = [(128, 48, 8), (64, 32, 32)]
-# Masks that most peers have: these are also timed in both models, and as single calls.
+# Masks that most baselines support. These are also timed in both models, and as single calls.
 SIMPLE = ("full", "causal", "window")
 # With `--dims`, so many heads, and these masks alone.
 NUM_HEADS_OF_DIMS, MASKS_OF_DIMS = 64, (*SIMPLE, "varlen_causal")
-# Where the deterministic backward pass is timed, too. In the second, documents begin anywhere; in
-# the first, at multiples of the units in which queries have turns.
+# Lengths for which the deterministic backward pass is timed, too. At the first, documents begin at
+# multiples of the units in which queries take turns; at the second, anywhere.
 DETERMINISTIC_LENGTHS = (8192, 16384)
 
 
@@ -45,9 +45,9 @@ class Choice:
   """What to time instead of the two models.
 
   Attributes:
-    dims: of keys and of values; None is the two models.
-    implementation: of ours.
-    masks: with dims, those to time.
+    dims: the head dims of keys and of values. None means the two models.
+    implementation: our implementation.
+    masks: the masks to time with `dims`.
   """
 
   dims: tuple[int, int] | None = None
@@ -60,14 +60,14 @@ seconds = functools.partial(timing.seconds, min_calls=3, budget=0.06)
 
 
 def matrix_product_rate() -> float:
-  """TFLOP/s of an 8192^3 bf16 product: what this card does now."""
+  """The TFLOP/s of an 8192^3 bf16 product, which shows the current state of the card."""
   keys = jax.random.split(jax.random.key(0))
   a, b = (jax.random.normal(key, (8192, 8192), jnp.bfloat16) for key in keys)
   return 2 * 8192**3 / seconds(jax.jit(jnp.matmul), a, b) / 1e12
 
 
 def _ours(mask: AttentionMask, **options) -> Callable:
-  """With a known mask, as a constant of the program."""
+  """Our attention, with the mask as a constant of the program."""
   options = {"implementation": "cuda"} | options
   return lambda q, k, v: jax_magi.attention(q, k, v, mask, **options)[0]
 
@@ -80,13 +80,13 @@ def _flop(cell: Cell) -> float:
 
 
 def _rate(cell: Cell, **options) -> float:
-  """TFLOP/s of ours."""
+  """Our TFLOP/s."""
   ours = _ours(cell.mask, implementation=cell.implementation, **options)
   return _flop(cell) / jax_passes.seconds(ours, cell) / 1e12
 
 
 def _add_peers(row: dict, cell: Cell, beside: Beside, names=None, suffix: str = "") -> None:
-  """Adds the peers' rates, and why there is none of one that failed."""
+  """Adds the rates of baselines, and the reasons of those that failed."""
   times, notes = beside.times(cell, names)
   row |= {name + suffix: _flop(cell) / time / 1e12 for name, time in times.items()}
   if notes:
@@ -104,7 +104,7 @@ def _ratios(row: dict, beside: Beside) -> str:
 
 
 def _beside_peers(cell: Cell, beside: Beside) -> tuple[dict, str]:
-  """Our rate and the peers', as a row and in words."""
+  """Our rate and those of baselines, as a row and in words."""
   row = {"head_dim": cell.head_dim, "length": cell.length, "mask": cell.name, "ours": _rate(cell)}
   if cell.value_dim:
     row["value_dim"] = cell.value_dim
@@ -174,9 +174,9 @@ def _percent(cost: float, error: float) -> str:
 
 
 def time_traced_masks(length: int = 2048) -> list[dict]:
-  """Cost of a mask that is an argument of the program, over one that is a constant of it.
+  """The cost of a mask that is an argument of the program instead of a constant.
 
-  A program of several calls, as a model is: one alone takes no longer than the host to start it.
+  The program has several calls, like a model: a single call would measure the host.
   """
 
   def chain(q, k, v, mask):
@@ -202,7 +202,7 @@ def time_traced_masks(length: int = 2048) -> list[dict]:
 
 
 def _time_traced_batches(num_rows: int = 16, length: int = 8192) -> list[dict]:
-  """The same for batch rows with masks of their own, over a known mask that has all as documents.
+  """The same for a batch with one mask per row, compared with one known mask of all documents.
 
   With 16 rows of 64 documents, the device has 2,064 candidates for the ends of tiles.
   """
@@ -235,7 +235,7 @@ def _time_traced_batches(num_rows: int = 16, length: int = 8192) -> list[dict]:
 
 
 def time_max_logits(lengths: list[int]) -> list[dict]:
-  """Cost of return_max_logits=True, on and off in turns."""
+  """The cost of return_max_logits=True, measured with on and off in turns."""
   rows = []
   for length in lengths:
     operands = _inputs(length, *MODELS[0])
@@ -256,7 +256,7 @@ def time_max_logits(lengths: list[int]) -> list[dict]:
 
 
 def time_scale(length: int = 1 << 20) -> list[dict]:
-  """Forward and backward of a million tokens, in time and in the memory that all of it takes."""
+  """The time and the total memory of a forward and backward pass over a million tokens."""
   masks = {
     "window": AttentionMask.sliding_window(length, left=4095),
     "varlen_causal": AttentionMask.from_cu_seqlens(documents(length), causal=True),
@@ -284,7 +284,7 @@ def time_scale(length: int = 1 << 20) -> list[dict]:
 
 
 def plot(rows: list[dict], beside: Beside, path: Path, title: str) -> None:
-  """A row of axes for each model, a column for each mask; a curve for each that has figures."""
+  """Draws a row of axes for each model, a column for each mask, and a curve for each baseline."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -360,7 +360,7 @@ def main(
     for part in parts or PARTS:
       print(_TITLES[part])
       results[part] = PARTS[part](lengths, beside, choice)
-      if json_path:  # After each part, so that an end before its time loses nothing.
+      if json_path:  # After each part, so that an interrupted run keeps its figures.
         json_path.write_text(json.dumps(results, indent=1) + "\n")
   rate_after = matrix_product_rate()
   print(f"matrix product again {rate_after:.0f} TFLOP/s")

@@ -1,6 +1,6 @@
-"""Times the peers that are here: in this process, or each in one of its own.
+"""Times the available baselines, in this process or each in a separate process.
 
-Peers are checked before they are timed: one that computes something else is not compared.
+Baselines are checked before they are timed. If one computes something else, it is not compared.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from benchmarks import peer_report
 from benchmarks.peers import PEERS, Cell, Peer
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tokens and heads of the check: more than a window, and several documents.
+# Tokens and heads of the check: longer than a window, and several documents.
 CHECK_LENGTH, CHECK_Q_HEADS, CHECK_KV_HEADS = 4096, 2, 1
-# Of a row's error, relative to the row. A key too many or too few in a window of 1024 is more,
-# rounding to bfloat16 is less.
+# The limit of a row's error, relative to the row. One key too many or too few in a window of 1024
+# exceeds it; rounding to bfloat16 does not.
 CHECK_LIMIT = 0.03
-# Seconds after which a peer's process is taken to hang.
+# A peer's process that takes more than this many seconds hangs.
 PATIENCE = 300.0
 
 
 def timed(peer: Peer, cell: Cell) -> dict[str, Any]:
-  """{"seconds": of the fastest way}, or {"note": why there is none}. Never an exception."""
+  """{"seconds": the time of the fastest way}, or {"note": the reason}. Never raises."""
   passes = importlib.import_module(f"benchmarks.{peer.framework}_passes")
   times, notes = [], []
   try:
@@ -55,7 +55,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _small(cell: Cell) -> Cell:
-  """The same with few tokens and heads. All long masks of a name begin alike."""
+  """The same cell with few tokens and heads. All long masks of a name begin in the same way."""
   length = min(cell.length, CHECK_LENGTH)
   mask = cell.mask.crop(0, length, 0, length)
   heads = {"num_q_heads": CHECK_Q_HEADS, "num_kv_heads": CHECK_KV_HEADS}
@@ -64,7 +64,7 @@ def _small(cell: Cell) -> Cell:
 
 @functools.cache
 def _check(peer: Peer, number: int, cell: Cell) -> None:
-  """Raises if way `number` of `peer` does not compute attention, of a small cell."""
+  """Raises if way `number` of `peer` computes a wrong result for a small cell."""
   passes = importlib.import_module(f"benchmarks.{peer.framework}_passes")
   rng = np.random.default_rng(0)
   heads = (CHECK_Q_HEADS, CHECK_KV_HEADS, CHECK_KV_HEADS)
@@ -85,7 +85,7 @@ def _check(peer: Peer, number: int, cell: Cell) -> None:
 
 
 def _attention(q, k, v, dense, scale: float) -> np.ndarray:
-  """In float32, with the mask as an array. Rows that see nothing are NaN."""
+  """Attention in float32, with the mask as an array. Fully masked rows are NaN."""
   outs = []
   for head in range(q.shape[1]):
     kv_head = head * k.shape[1] // q.shape[1]
@@ -97,19 +97,19 @@ def _attention(q, k, v, dense, scale: float) -> np.ndarray:
 
 
 class PeerProcess:
-  """A peer in a process of its own. It may end, and is then started again."""
+  """A peer in a separate process, which is started again if it ends."""
 
   def __init__(self, peer: Peer):
     self._peer = peer
     self._process: subprocess.Popen | None = None
 
   def absence(self) -> str | None:
-    """Why it is not here, by its own word; None if it is."""
+    """Why the peer is not available, according to its process; None if it is."""
     answer = self._ask({"absence": True})
     return answer.get("absence", answer.get("note"))
 
   def timed(self, cell: Cell) -> dict[str, Any]:
-    """As `timed`; that the process ended is a note, too."""
+    """Like `timed`. If the process ends, that is a note, too."""
     return self._ask({"cell": cell.to_json()})
 
   def _start(self) -> subprocess.Popen:
@@ -172,7 +172,7 @@ class _Here:
 
 
 class Beside:
-  """The peers of a run: those that are here, and why others are not."""
+  """The peers of a run: those that are available, and the reasons why others are not."""
 
   def __init__(self, peers: Sequence[Peer] = PEERS):
     self.peers = {peer.name: peer for peer in peers}
@@ -196,22 +196,22 @@ class Beside:
 
   @property
   def present(self) -> list[str]:
-    """The names of those that are here."""
+    """The names of the available peers."""
     return list(self._runners)
 
   def describe(self) -> dict[str, dict]:
-    """For results: what each can do, and why it is absent."""
+    """What each peer supports, and why it is absent, for the results."""
     return {
       name: peer.abilities() | {"absence": self.absences.get(name)}
       for name, peer in self.peers.items()
     }
 
   def summary(self) -> str:
-    """Which are here, and why others are not, in lines."""
+    """Lines with the available peers, and the reasons why others are not available."""
     return "\n".join(peer_report.presence(self.describe()))
 
   def times(self, cell: Cell, names: Sequence[str] | None = None) -> tuple[dict, dict]:
-    """Seconds by peer, and notes by peer that failed. Cells that a peer cannot have are neither."""
+    """Seconds by peer, and notes by peer that failed. Unsupported cells are in neither."""
     times, notes = {}, {}
     for name, runner in self._runners.items():
       if (names is not None and name not in names) or self.peers[name].obstacle(cell) is not None:

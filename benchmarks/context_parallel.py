@@ -1,13 +1,13 @@
-"""How context parallelism scales, without a cluster.
+"""Predicts how context parallelism scales, without a cluster.
 
 python -m benchmarks.context_parallel measure --json FILE       (on one Hopper GPU)
 python -m benchmarks.context_parallel predict --json FILE [--plot FILE] [--markdown FILE]
 
-`measure` plans each mask on ranks of 8192 tokens, eight to a node, and times the kernel calls of a
-few ranks, stage by stage; each call goes on with the results of those before it. Plans are those of
-`overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `predict` adds what moves, padding
-included, and goes through the steps of both passes: a transfer begins when all ranks of its group
-do, and a step ends with the longest of its kernel and transfers.
+`measure` plans each mask on ranks of 8192 tokens, eight per node, and times the kernel calls of a
+few ranks, stage by stage. Each call continues with the results of earlier calls. Plans are those of
+`overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `predict` adds the transfers, padding
+included, and simulates the steps of both passes: a transfer begins when all ranks of its group are
+ready, and a step ends when its kernel and its transfers have ended.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from jax_magi._src.context_parallel.stats import pair_rows
 
 NODE = 8
 CP_SIZES = (8, 16, 32, 64, 128)
-# Ranks whose kernels are timed: the one with the most work, the one with the least, and some
-# between them.
+# The ranks whose kernels are timed: those with the most and with the least work, and some between.
 NUM_TIMED = 5
-# Bytes a second of a GPU: NVLink 4 has 900 GB/s both ways together (NVIDIA's H200 datasheet), and a
-# NIC of 400 Gbit/s (ConnectX-7, one for each GPU of a DGX H200) or of 800 (ConnectX-8). These are
-# peaks; what NCCL reaches is less. The latency is an assumption.
+# The bytes per second of a GPU. NVLink 4 has 900 GB/s in both directions together (NVIDIA's H200
+# datasheet). A NIC has 400 Gbit/s (ConnectX-7, one per GPU of a DGX H200) or 800 (ConnectX-8).
+# These are peaks, which NCCL does not reach. The latency is an assumption.
 NVLINK, LATENCY = 450e9, 20e-6
 NETWORKS = (50e9, 100e9)
-# Bytes of a row of keys and values in 16 bit; gradients travel in 32, or in 16.
+# The bytes of a row of keys and values in 16 bit. Gradients travel in 32 or in 16 bit.
 ROW_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2
 # A ragged exchange with one update for each of eight peers, measured on one H200.
 RAGGED = 20e9
@@ -57,7 +56,7 @@ def documents(total: int, seed: int = 0) -> list[int]:
 
 
 def shared_questions(total: int) -> AttentionMask:
-  """Documents that are questions of up to 2048 tokens with eight answers of up to 1024."""
+  """Documents with a question of up to 2048 tokens and eight answers of up to 1024 tokens."""
   rng = np.random.default_rng(1)
   parts, begin = [], 0
   while begin < total:
@@ -87,7 +86,7 @@ def _first_key(name: str, cp_size: int) -> jax_magi.DistAttnKey:
 
 
 def make_key(name: str, cp_size: int, degree: int, transport: str = "auto") -> jax_magi.DistAttnKey:
-  """Those of all degrees have one dispatch."""
+  """A key. The keys of all degrees share one dispatch."""
   mask = MASKS[name](cp_size * LOCAL)
   return jax_magi.key_for_new_mask(
     _first_key(name, cp_size), mask, overlap_degree=degree, transport=transport
@@ -96,7 +95,7 @@ def make_key(name: str, cp_size: int, degree: int, transport: str = "auto") -> j
 
 @functools.cache
 def planned_key(name: str, cp_size: int, network: float) -> jax_magi.DistAttnKey:
-  """What the planner chooses on the dispatch of `make_key`."""
+  """The key that the planner chooses on the dispatch of `make_key`."""
   mask = MASKS[name](cp_size * LOCAL)
   links = Links(near=NVLINK, far=network, latency=LATENCY, row_bytes=ROW_BYTES)
   return jax_magi.key_for_new_mask(
@@ -105,7 +104,7 @@ def planned_key(name: str, cp_size: int, network: float) -> jax_magi.DistAttnKey
 
 
 def networks_of(cp_size: int) -> tuple[float, ...]:
-  """Speeds between nodes: one, where there is but one node."""
+  """The speeds between nodes. With a single node, there is one entry."""
   return NETWORKS if cp_size > NODE else NETWORKS[:1]
 
 
@@ -113,7 +112,7 @@ def networks_of(cp_size: int) -> tuple[float, ...]:
 
 
 def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
-  """Writes what it has after each cell, so that a run that is cut short is not lost."""
+  """Measures all cells. Writes the file after each cell, so that an interrupted run is not lost."""
   import jax
 
   kernels = Kernels()
@@ -144,7 +143,7 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
 
 
 def time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
-  """Areas of the stages of a few ranks, forward and backward, and seconds."""
+  """The areas of the stages of a few ranks, forward and backward, and their seconds."""
   capacities, is_whole = key.capacities, key.whole_slices is not None
   areas = key.areas(is_forward=True), key.areas()
   by_area = np.argsort(areas[0].sum(axis=1))
@@ -190,24 +189,24 @@ def _rates(area: int, forward: float, backward: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """Of one mask on so many ranks, with the plan of the planner. Seconds are of both passes.
+  """The prediction for one mask and number of ranks. Seconds are those of both passes.
 
   Attributes:
-    mask: its name.
-    cp_size: ranks.
-    network: bytes a second between nodes.
-    degree: of the plan.
-    transport: of that plan.
-    balance: work of the slowest rank over the mean.
-    far_rows: rows that a rank moves between nodes, padding included, in one pass over keys.
-    near_rows: the same inside its node.
-    ideal: seconds at the rate of one GPU alone.
-    kernels: of the slowest rank, if nothing had to move.
-    total: predicted.
-    total_bfloat16: with gradients that travel in 16 bit.
-    total_ragged: with the exchange that jax_magi had before: see `ragged_seconds`.
-    forward: of the forward pass.
-    flops: of it, of an average rank.
+    mask: the name of the mask.
+    cp_size: the number of ranks.
+    network: the bytes per second between nodes.
+    degree: the overlap degree of the plan.
+    transport: the transport of the plan.
+    balance: the work of the slowest rank, divided by the mean.
+    far_rows: the rows that a rank moves between nodes in one pass over keys, padding included.
+    near_rows: the rows that a rank moves inside its node.
+    ideal: the seconds at the rate of one GPU.
+    kernels: the seconds of the kernels of the slowest rank.
+    total: the predicted seconds.
+    total_bfloat16: the predicted seconds if gradients travel in 16 bit.
+    total_ragged: the predicted seconds with a ragged exchange: see `ragged_seconds`.
+    forward: the predicted seconds of the forward pass.
+    flops: the operations of the forward pass of an average rank.
   """
 
   mask: str
@@ -233,7 +232,7 @@ def predict(data: dict[str, Any]) -> list[Cell]:
 
 
 def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndarray:
-  """float64 `[ranks, stages, 2]`: seconds of the kernels of all ranks, from those of a few."""
+  """float64 `[ranks, stages, 2]`: the seconds of the kernels of all ranks, from those of a few."""
   for number, areas in enumerate(cell["areas"]):
     planned = key.areas(is_forward=not number)
     if not all((planned == timed).all(axis=1).any() for timed in np.array(areas)):
@@ -305,12 +304,12 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
 
 
 def _seconds_of_all(areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-  """Seconds of a stage of all ranks: a line through those of the ranks that were timed.
+  """The seconds of a stage of all ranks, from a line through those of the timed ranks.
 
   Args:
-    areas: visible pairs of all ranks.
-    timed: of those that were timed.
-    seconds: likewise.
+    areas: the visible pairs of all ranks.
+    timed: the visible pairs of the timed ranks.
+    seconds: the seconds of the timed ranks.
   """
   timed, seconds = timed[timed > 0], seconds[timed > 0]
   if not len(timed):
@@ -324,7 +323,7 @@ def _seconds_of_all(areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray) -
 
 
 def _total_ragged(kernels: float, cell: dict[str, Any], network: float) -> float:
-  """Seconds with a ragged exchange; in one node it runs beside kernels, if there are stages."""
+  """The seconds with a ragged exchange, which overlaps with kernels inside a node with stages."""
   moving = ragged_seconds(cell["mask"], cell["cp_size"], network)
   if cell["cp_size"] <= NODE and cell["degree"]:
     return max(kernels, moving)
@@ -333,11 +332,11 @@ def _total_ragged(kernels: float, cell: dict[str, Any], network: float) -> float
 
 @functools.cache
 def ragged_seconds(name: str, cp_size: int, network: float) -> float:
-  """What `ragged_all_to_all` takes, as XLA of jax 0.11.1 and later runs it.
+  """The seconds of `ragged_all_to_all`, as XLA of jax 0.11.1 and later runs it.
 
-  Between nodes it is an all-gather of all that any rank has room to send, beside no kernel; inside
-  a node, each of eight peers gets its rows from one block of threads. Keys move twice, gradients
-  once, in 32 bit.
+  Between nodes, it is an all-gather of all reserved rows, which overlaps with no kernel. Inside a
+  node, one CTA moves the rows for each of eight peers. Keys move twice, and gradients once, in 32
+  bit.
   """
   key = make_key(name, cp_size, 1, "all_to_all")
   rows = pair_rows(key.spec, key.pairs)

@@ -1,11 +1,12 @@
-"""What a fixed order of the additions to dq costs, by a simulation: no GPU is needed.
+"""Simulates the cost of a fixed order of the additions to dq. Needs no GPU.
 
 python -m benchmarks.dq_order [--lengths LENGTH ...] [--queries-in-turn NUM] [--num-parts NUM]
 
-Multiprocessors take tiles of keys in the order of the list. A block of queries takes each the same
-time, and its dq is added when all tiles before this one have added to the same queries: to those
-that see them, as others get zeros. Memory is never slow, and all heads are worked on at once.
-Documents begin at multiples of 8 tokens up to a length of 8192, and anywhere in longer ones.
+Multiprocessors take key tiles in the order of the list. All blocks of queries take the same time.
+The dq of a block is added when all earlier tiles have added to the same queries, not counting
+queries that do not see these tiles and get zeros. Memory is never slow, and all heads are processed
+at once. Documents begin at multiples of 8 tokens up to a length of 8192, and anywhere in longer
+sequences.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _ADD_TIME, _SEE_TIME = 1.5, 0.7  # Until it is in memory and counted; until othe
 
 
 def _blocks(slices: np.ndarray, tile: np.ndarray) -> tuple[list[list[int]], dict[int, range]]:
-  """First queries of the tile's blocks, for each slice from right to left; queries of units that
-  see it, from the first to the last."""
+  """The first queries of the tile's blocks, for each slice from right to left, and the queries of
+  units that see the tile, from the first to the last."""
   _, begin, num_rows, _, first, last = (int(x) for x in tile[:6])
   result, units = [], dict[int, range]()
   for q_begin, q_end, k_begin, k_end, lo, hi in slices[first:last].tolist():
@@ -54,7 +55,7 @@ def _blocks(slices: np.ndarray, tile: np.ndarray) -> tuple[list[list[int]], dict
 
 
 def _splits(seen_by_tile: list[dict[int, range]]) -> dict[int, int]:
-  """Where the second part of a unit begins, in which two documents meet."""
+  """The begin of the second part of each unit in which two documents meet."""
   begins: defaultdict[int, set[int]] = defaultdict(set)
   crossed: defaultdict[int, set[int]] = defaultdict(set)
   for seen in seen_by_tile:
@@ -66,7 +67,7 @@ def _splits(seen_by_tile: list[dict[int, range]]) -> dict[int, int]:
 
 
 def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tuple[int, int]]:
-  """Heads and blocks in the order in which a tile meets them."""
+  """The heads and blocks in the order in which a tile processes them."""
   if len(blocks) > 1:
     yield from ((head, x) for head in heads for of_slice in blocks for x in of_slice)
     return
@@ -76,7 +77,7 @@ def _visits(blocks: list[list[int]], heads: range, per_turn: int) -> Iterator[tu
 
 
 def simulate(mask: AttentionMask, *, ordered: bool, in_turn: int, num_parts: int) -> float:
-  """Microseconds of a backward pass of 48/8 heads of 128."""
+  """The microseconds of a backward pass with 48/8 heads of 128."""
   length = mask.q_len
   slices = grouped_by_keys(np.asarray(mask.slices))
   q, k = (

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from benchmarks import timing
 from benchmarks.peers import Attention, Cell, Peer
 
-# Up to this length the host may take longer to start a call than a GPU to make it: such calls are
-# timed by eight in a program, as a model has them.
+# Up to this length, the host may take longer to start a call than a GPU to run it. Such calls are
+# timed by eight in a program, as in a model.
 SHORT = 4096
 
 
 def inputs(cell: Cell, peer: Peer | None = None) -> list[jax.Array]:
-  """q, k and v, as `peer` takes them; None is ours."""
+  """q, k and v in the form that `peer` takes; None means ours."""
   keys = jax.random.split(jax.random.key(cell.length), 3)
   heads = (cell.num_q_heads, cell.num_kv_heads, cell.num_kv_heads)
   dtype = jnp.dtype(peer.dtype if peer and peer.dtype else cell.dtype)
@@ -34,12 +34,12 @@ def from_numpy(arrays, dtype: str) -> list[jax.Array]:
 
 
 def to_numpy(attention: Attention, operands):
-  """What it computes, in float32."""
+  """The result of a way, in float32."""
   return jax.device_get(jax.jit(attention)(*operands).astype(jnp.float32))
 
 
 def seconds(attention: Attention, cell: Cell, peer: Peer | None = None) -> float:
-  """Of one pass."""
+  """The seconds of one pass."""
   passes = {"forward": _forward, "backward": _backward, "both": _both}
   return passes[cell.direction](attention, cell, *inputs(cell, peer))
 
@@ -62,7 +62,7 @@ def _forward(attention: Attention, cell: Cell, q, k, v) -> float:
 
 
 def _backward(attention: Attention, cell: Cell, q, k, v) -> float:
-  """Alone, from residuals of one forward pass."""
+  """The backward pass alone, from the residuals of one forward pass."""
   out, vjp = jax.jit(functools.partial(jax.vjp, attention))(q, k, v)
   keys = jax.random.split(jax.random.key(1), _count(cell))
   douts = [jax.random.normal(key, out.shape, out.dtype) for key in keys]

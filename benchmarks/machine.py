@@ -1,4 +1,4 @@
-"""Prints as JSON what figures depend on: `python -m benchmarks.machine`."""
+"""Prints the properties of the machine that figures depend on, as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_magi._src.about import facts
 
 
 def describe() -> dict:
-  """Devices, versions, the commit of the kernels, and the options of XLA."""
+  """The devices, the versions, the commit of the kernels, and the options of XLA."""
   versions = facts.versions()
   return {
     "platform": jax.default_backend(),

@@ -1,4 +1,4 @@
-"""The masks that attention is timed with on GPUs, for any number of tokens."""
+"""The masks for which attention is timed on GPUs, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 1024
 
 
 def documents(length: int, seed: int = 0, shrink: float = 1.0) -> list[int]:
-  """Bounds of documents of 128 .. 4096 tokens, or `shrink` times that."""
+  """The bounds of documents of 128 to 4096 tokens, or `shrink` times that."""
   rng = np.random.default_rng(seed)
   bounds = [0]
   while bounds[-1] < length:
@@ -23,7 +23,7 @@ def documents(length: int, seed: int = 0, shrink: float = 1.0) -> list[int]:
 
 
 def varlen_of_same_area(mask: AttentionMask) -> AttentionMask:
-  """Full attention in documents so much shorter that the area is `mask`'s."""
+  """Full attention in documents that are shorter, so that the area equals that of `mask`."""
   low, high = 0.01, 1.0
   for _ in range(20):
     middle = (low + high) / 2
@@ -58,5 +58,5 @@ MASKS: dict[str, Callable[[int], AttentionMask]] = {
   "varlen_block_causal": lambda n: _per_document(n, lambda m: AttentionMask.block_causal(256, m)),
   "shared_question": lambda n: _per_document(n, _shared_question),
 }
-# Masks that few peers have are held against full attention in documents of the same area.
+# Masks that few baselines support are compared with full attention in documents of the same area.
 SAME_AREA = ("varlen_block_causal", "shared_question")

@@ -1,16 +1,16 @@
-"""Multi-head latent attention: what expansion costs, what stays in memory, and how it scales.
+"""Multi-head latent attention: the cost of expansion, the memory, and how it scales.
 
-python -m benchmarks.mla layer [--length 8192] [--json FILE]    (on one Hopper GPU)
-python -m benchmarks.mla memory [--length 32768] [--layers 1 4] [--json FILE]    (likewise)
-python -m benchmarks.mla measure --json FILE [--sizes 8 64]     (likewise)
-python -m benchmarks.mla predict --json FILE [--markdown FILE]  (anywhere)
+python -m benchmarks.mla layer [--length 8192] [--json FILE]                     (one Hopper GPU)
+python -m benchmarks.mla memory [--length 32768] [--layers 1 4] [--json FILE]    (one Hopper GPU)
+python -m benchmarks.mla measure --json FILE [--sizes 8 64]                      (one Hopper GPU)
+python -m benchmarks.mla predict --json FILE [--markdown FILE]                   (anywhere)
 
-64 heads of 128 dims without rotation and 64 with it, values of 128, in 16 bit. Of a token, 512 + 64
-numbers make the keys and values. `layer` times the kernels beside the products of the expansion and
-the copies of rotary keys to all heads. `memory` is the peak of both passes over a few layers, with
-latents kept or expanded keys and values. `measure` and `predict` are those of
-benchmarks.context_parallel, with latents or expanded rows on the wire, and expansion timed. The
-planner knows the network and what expansion costs (`overlap_degree="auto"`).
+64 heads with 128 dims without rotation and 64 with rotation, and values of 128 dims, in 16 bit. The
+keys and values of a token are computed from 512 + 64 numbers. `layer` times the kernels, the
+products of the expansion, and the copies of rotary keys to all heads. `memory` is the peak of both
+passes over a few layers that keep latents, or expanded keys and values. `measure` and `predict` are
+like those of benchmarks.context_parallel, with latents or expanded rows on the wire, and with
+expansion timed. The planner knows the network and the cost of expansion (`overlap_degree="auto"`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _REPEATS = {"budget": 0.05, "repeats": 3}
 
 
 def expand(latent: Any, kv_b: Any) -> tuple[Any, Any]:
-  """k and v of rows `[n, 512 + 64]`."""
+  """Expands rows `[n, 512 + 64]` to k and v."""
   k_nope, v = jnp.split(jnp.einsum("tr,rhd->thd", latent[:, :RANK], kv_b), [NOPE], axis=-1)
   return with_rotary(k_nope, latent[:, RANK:]), v
 
 
 def with_rotary(k_nope: Any, k_rope: Any) -> Any:
-  """Keys of all heads, each with the rotary key."""
+  """The keys of all heads, each with the rotary key."""
   shape = (*k_nope.shape[:2], ROPE)
   return jnp.concatenate([k_nope, jnp.broadcast_to(k_rope[:, None], shape)], axis=-1)
 
@@ -69,7 +69,7 @@ def make_queries(length: int) -> Any:
 
 
 def make_latents(length: int, num_layers: int = 1) -> tuple[Any, Any]:
-  """Latents, and the parameters of so many layers."""
+  """Latents, and the parameters of a number of layers."""
   keys = jax.random.split(jax.random.key(1))
   shapes = (length, RANK + ROPE), (num_layers, RANK, HEADS, NOPE + VALUE)
   latent, kv_b = (
@@ -79,7 +79,7 @@ def make_latents(length: int, num_layers: int = 1) -> tuple[Any, Any]:
 
 
 def both_passes(fun: Callable, operands: Any, cotangents: Any) -> Any:
-  """Results too: without them, a linear function would not be computed."""
+  """Both passes. Returns the results, too: otherwise, a linear function would not be computed."""
   results, pull_back = jax.vjp(fun, *operands)
   return results, pull_back(cotangents)
 
@@ -88,7 +88,7 @@ def both_passes(fun: Callable, operands: Any, cotangents: Any) -> Any:
 
 
 def time_layer(length: int) -> dict[str, dict[str, dict[str, float]]]:
-  """Seconds of each part of a layer, alone in its program, by mask."""
+  """The seconds of each part of a layer, each in a separate program, by mask."""
   q, (latent, (kv_b,)) = make_queries(length), make_latents(length)
   k, v = jax.jit(expand)(latent, kv_b)
   dout = jax.random.normal(jax.random.key(2), v.shape, v.dtype)
@@ -101,7 +101,7 @@ def time_layer(length: int) -> dict[str, dict[str, dict[str, float]]]:
     return k_nope, v
 
   def times(fun, *operands, cotangents):
-    """Forward, and both passes."""
+    """The seconds of the forward pass, and of both passes."""
     both = jax.jit(functools.partial(both_passes, fun))
     return {
       "forward": seconds(jax.jit(fun), *operands, **_REPEATS),
@@ -141,7 +141,7 @@ def time_layer(length: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _print_layer(name: str, length: int, parts: dict[str, dict[str, float]]) -> None:
-  """A table, and what an operand pair (k_nope, k_rope) could save at most."""
+  """Prints a table, and how much an operand pair (k_nope, k_rope) could save at most."""
   whole = parts["layer, latents kept"]["both"]
   print(f"\n{name}, {length} tokens\n\n| part | forward, ms | both passes, ms | of the layer |")
   print("|---|---|---|---|")
@@ -164,7 +164,7 @@ _KINDS = ("latents kept", "expanded keys kept")
 
 
 def measure_memory(kind: str, length: int, num_layers: int) -> dict[str, float]:
-  """Bytes at the peak of both passes over layers, whose latents are made of a stream of tokens."""
+  """The peak bytes of both passes over layers that compute latents from a stream of tokens."""
   embed = 1024
   q, (_, kv_b) = make_queries(length), make_latents(length, num_layers)
   mask = AttentionMask.causal(length)
@@ -203,7 +203,7 @@ def measure_memory(kind: str, length: int, num_layers: int) -> dict[str, float]:
 
 
 def compare_memory(length: int, layers: list[int]) -> list[dict[str, Any]]:
-  """Each kind in a process of its own, as a peak is that of a process."""
+  """Measures each kind in a separate process, because a peak is that of a process."""
   results = []
   print(f"{length} causal tokens, forward and backward\n")
   print("| layers | | peak of the GPU, GB | temporary memory of the program, GB | ms |")
@@ -230,13 +230,13 @@ _ROWS = jax.ShapeDtypeStruct((1, WIDTHS["latents"]), jnp.bfloat16)
 
 
 def priced_expansion() -> tuple[float, float]:
-  """Seconds a row, forward and backward, that the planner takes expansion to cost."""
+  """The seconds per row of expansion, forward and backward, that the planner assumes."""
   kv_b = jnp.zeros((RANK, HEADS, NOPE + VALUE), jnp.bfloat16)
   return Links().for_expand(lambda latent: expand(latent, kv_b), _ROWS).expand_seconds
 
 
 def links_of(form: str, network: float, expand_seconds: tuple[float, float]) -> Links:
-  """What a token's rows and pairs cost."""
+  """The cost of a token's rows and pairs."""
   rows = jax.ShapeDtypeStruct((1, WIDTHS[form]), jnp.bfloat16)
   links = Links(near=NVLINK, far=network, latency=LATENCY)
   links = links.for_rows(rows).for_heads(HEADS, NOPE + ROPE, VALUE)
@@ -260,7 +260,7 @@ def make_key(
 
 
 def expanded_rows(form: str, key: jax_magi.DistAttnKey) -> list[tuple[int, int]]:
-  """Rows that are expanded in each stage, padding included, forward and backward."""
+  """The rows that are expanded in each stage, padding included, forward and backward."""
   if form == "expanded":  # Each rank's own, before they travel.
     return [(LOCAL, LOCAL)]
   room, own = key.capacities, [LOCAL] * bool(key.spec.overlap_degree)
@@ -269,7 +269,7 @@ def expanded_rows(form: str, key: jax_magi.DistAttnKey) -> list[tuple[int, int]]
 
 
 class Expansion:
-  """Seconds of the expansion of some rows: forward, and backward with expansion again."""
+  """The seconds of expanding rows: forward, and backward, which expands again."""
 
   def __init__(self):
     self._forward = jax.jit(expand)
@@ -277,7 +277,7 @@ class Expansion:
 
   @functools.cache  # noqa: B019 (it lives as long as the program)
   def times(self, count: int) -> tuple[float, float]:
-    """Of so many rows."""
+    """The seconds for a number of rows."""
     if not count:
       return 0.0, 0.0
     latent, (kv_b,) = make_latents(count)
@@ -289,7 +289,7 @@ class Expansion:
 
 
 def measure(names: list[str], sizes: list[int], path: Path) -> None:
-  """Writes what it has after each cell, so that a run that is cut short is not lost."""
+  """Measures all cells. Writes the file after each cell, so that an interrupted run is not lost."""
   kernels, expansion = Kernels((HEADS, HEADS), (NOPE + ROPE, VALUE)), Expansion()
   cells: list[dict[str, Any]] = []
   alone: dict[str, Any] = {}
@@ -329,13 +329,13 @@ def measure(names: list[str], sizes: list[int], path: Path) -> None:
 
 
 def _is_same(key: jax_magi.DistAttnKey, other: jax_magi.DistAttnKey) -> bool:
-  """Whether ranks compute the same in both."""
+  """Whether ranks compute the same with both plans."""
   leaves = [jax.tree.leaves((x.slices, x.whole_slices)) for x in (key, other)]
   return key.spec.capacities == other.spec.capacities and all(map(np.array_equal, *leaves))
 
 
 def predict(data: dict[str, Any]) -> str:
-  """A table: each form with the degree that is predicted to end first."""
+  """Prints a table: each form with the degree that is predicted to finish first."""
   lines = [
     "| mask | ranks | GB/s a NIC | on the wire | transport, degree | work, max / mean | rows "
     "between nodes, in a node | ms at a GPU's rate | kernels | expansion | + exposed | "

@@ -1,11 +1,11 @@
-"""What communication beside attention costs, and what it takes to have it there.
+"""Measures the cost of overlapping communication with attention, and the settings it needs.
 
 python -m benchmarks.overlap --json FILE [--plot FILE] [--trace FOLDER]      (on one Hopper GPU)
 python -m benchmarks.overlap --from-json FILE [--plot FILE]                  (anywhere)
 
 A kernel that stands in for communication holds some multiprocessors and copies memory, on a second
-stream beside attention, forward or backward. Both wait for the same operation, as in a step of
-context parallelism. What ran when is read from a profile, by `jax_magi.overlap`.
+stream, while attention runs forward or backward. Both wait for the same operation, as in a step of
+context parallelism. The timeline is read from a profile, by `jax_magi.overlap`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jax_magi._src.native.overlap import kernel_barrier
 LENGTH, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 16384, 48, 8, 128
 PASSES = ("forward", "backward")
 MARGINS = (0, 8, 16, 32, 48)
-# Multiprocessors of the communication, and how many of them it takes at once.
+# The numbers of SMs of the communication, and how many of them it takes at once.
 COMMUNICATION = ((8, 1), (16, 1), (16, 4))
 NUM_STEPS = 6
-# Microseconds: what is ready so much after attention finds no free multiprocessor. Before the
-# backward kernel there are others.
+# Microseconds. Communication that is ready this long after attention finds no free SM. The delay is
+# longer for the backward pass, because other kernels precede its kernel.
 LATE = {"forward": 200, "backward": 1000}
 COMMUNICATION_BYTES = 64 << 20
 
@@ -48,10 +48,10 @@ class Case:
   """One program.
 
   Attributes:
-    direction: of attention.
-    sm_margin: of the attention kernels.
-    num_sms: of the communication; 0 is none.
-    cluster_size: how many of them it takes at once.
+    direction: the pass of attention.
+    sm_margin: the margin of the attention kernels.
+    num_sms: the number of SMs of the communication; 0 for no communication.
+    cluster_size: the number of SMs that the communication takes at once.
     with_barrier: whether attention waits for `kernel_barrier`.
     delay_us: how much later than attention the communication is ready.
   """
@@ -69,12 +69,12 @@ class Result:
   """Medians over steps.
 
   Attributes:
-    case: what was run.
-    attention_ms: from the first attention kernel to the end of the last.
-    communication_ms: of the stand-in.
-    hidden_share: of the stand-in's time, beside attention.
-    span_ms: from the begin of the first of both to the end of the last.
-    lag_ms: from the begin of attention to that of the communication.
+    case: the program.
+    attention_ms: the time from the begin of the first attention kernel to the end of the last.
+    communication_ms: the time of the stand-in.
+    hidden_share: the share of the stand-in's time that overlaps with attention.
+    span_ms: the time from the first begin to the last end of both.
+    lag_ms: the time from the begin of attention to that of the communication.
   """
 
   case: Case
@@ -86,7 +86,7 @@ class Result:
 
 
 def program(case: Case, num_rounds: int) -> Any:
-  """The jitted program of a case, of q, k, v, dout, slices and what is communicated."""
+  """The jitted program of a case: a function of q, k, v, dout, slices and data to communicate."""
 
   def attend(slices, q, k, v):
     mask = AttentionMask(slices, LENGTH, LENGTH)
@@ -141,7 +141,7 @@ def measure(cases: list[Case], folder: Path) -> list[Result]:
 
 
 def _rounds(operands, cases: list[Case], folder: Path) -> dict[tuple[str, int], int]:
-  """How often the stand-in has to copy, to take two thirds of the time of attention alone."""
+  """The number of copies with which the stand-in takes two thirds of the time of attention."""
   rounds = {}
   for direction in sorted({case.direction for case in cases}):
     alone = Case(direction)

@@ -1,6 +1,6 @@
 """A process for one peer: `python -m benchmarks.peer_process NAME`.
 
-Each line of its input is a question, a JSON object; each line of its output is the answer.
+Each line of its input is a question, a JSON object. Each line of its output is the answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What figures say of peers, in lines."""
+"""Describes the results of peers in lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 
 
 def presence(described: dict[str, dict]) -> list[str]:
-  """Which are here, and why others are not, of what `Beside.describe` returned."""
+  """The available peers, and why others are not available, from the result of `Beside.describe`."""
   lines = ["peers"]
   for peer in described.values():
     reason = peer["absence"]
@@ -15,7 +15,7 @@ def presence(described: dict[str, dict]) -> list[str]:
 
 
 def lines(figures: dict) -> list[str]:
-  """The same of a part's figures, and which failed, and how. None if they are not beside peers."""
+  """The same from the figures of a part, with the peers that failed. None if it has no peers."""
   if "peers" not in figures:
     return []
   notes = collections.defaultdict(list)

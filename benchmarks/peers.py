@@ -1,6 +1,7 @@
-"""The other implementations of attention that ours is timed beside, wherever they are installed.
+"""The other implementations of attention (peers) that ours is timed against, if installed.
 
-A line of `PEERS` is all there is to a peer: what it needs, what it can do, and how it is called.
+An entry of `PEERS` describes a peer completely: what it needs, what it supports, and how to call
+it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ class Cell:
   """One thing to time.
 
   Attributes:
-    name: of the mask, as peers know it.
-    mask: of as many queries as keys.
-    head_dim: of queries and keys, and of values unless `value_dim` is another.
-    num_q_heads: as many as kv heads, or a multiple.
-    num_kv_heads: likewise.
-    dtype: of ours, and of peers that have none of their own.
+    name: the name of the mask, by which peers know it.
+    mask: the mask, with as many queries as keys.
+    head_dim: the head dim of queries and keys, and of values unless `value_dim` is given.
+    num_q_heads: the number of query heads, a multiple of `num_kv_heads`.
+    num_kv_heads: the number of kv heads.
+    dtype: our dtype, and that of peers without a dtype of their own.
     direction: "forward", "backward" (alone) or "both".
-    is_single: one call in a program, however short; else those of few tokens are several.
-    value_dim: of values; None is `head_dim`.
-    implementation: of ours.
+    is_single: whether a program has one call even if it is short. By default, short calls are timed
+      several in one program.
+    value_dim: the head dim of values. None means `head_dim`.
+    implementation: our implementation.
   """
 
   name: str
@@ -51,7 +53,7 @@ class Cell:
 
   @property
   def dims(self) -> tuple[int, int]:
-    """Of queries and keys, and of values."""
+    """The head dims of queries and keys, and of values."""
     return self.head_dim, self.value_dim or self.head_dim
 
   @property
@@ -60,13 +62,13 @@ class Cell:
     return self.mask.q_len
 
   def to_json(self) -> dict:
-    """For another process."""
+    """The cell as JSON, for another process."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return fields | {"mask": [self.mask.slices.tolist(), self.mask.q_len, self.mask.k_len]}
 
   @classmethod
   def from_json(cls, fields: dict) -> Cell:
-    """What `to_json` was called on."""
+    """The inverse of `to_json`."""
     slices, q_len, k_len = fields["mask"]
     mask = AttentionMask(np.asarray(slices, np.int32).reshape(-1, 6), q_len, k_len)
     return cls(**(fields | {"mask": mask}))
@@ -82,21 +84,21 @@ class Peer:
   """An implementation of attention.
 
   Attributes:
-    name: in results.
-    title: in plots and texts.
-    ways: the calls that compute a cell. There are several where it has to be tuned: the fastest of
-      those that work counts.
-    needs: modules without which it is not here.
-    absence: why it is not here although they are; None if it is. Called where it runs.
-    masks: the cells' names that it has; None is any.
-    backward_masks: those that it has a backward pass of.
-    head_dims: those that it has; None is any.
-    has_value_dims: whether values may have other dims than keys.
-    limit: why it cannot have a cell for another reason; None if it can.
-    dtype: of its operands, if it is not the cell's.
-    scales: whether it multiplies scores by head_dim ** -0.5. If not, it is given such queries.
-    framework: whose arrays it takes, "jax" or "torch". The latter is a process of its own: two
-      frameworks in one bring two versions of the same libraries.
+    name: the name in results.
+    title: the name in plots and texts.
+    ways: the calls that compute a cell. A peer that needs tuning has several, and the fastest one
+      that works counts.
+    needs: the modules that must be installed.
+    absence: why the peer is not available although they are; None if it is. Called in its process.
+    masks: the names of the cells that it supports; None for any.
+    backward_masks: the names of the cells whose backward pass it supports.
+    head_dims: the head dims that it supports; None for any.
+    has_value_dims: whether values may have other head dims than keys.
+    limit: why it cannot compute a cell for another reason; None if it can.
+    dtype: the dtype of its operands, if not that of the cell.
+    scales: whether it multiplies scores by head_dim ** -0.5. If not, it gets scaled queries.
+    framework: the framework of its arrays, "jax" or "torch". A torch peer has a separate process,
+      because two frameworks in one process load two versions of the same libraries.
   """
 
   name: str
@@ -114,12 +116,12 @@ class Peer:
   framework: str = "jax"
 
   def missing(self) -> str | None:
-    """Why it is not here, as far as can be said without importing it; None if it may be."""
+    """Why the peer is not available, as far as can be told without importing it; or None."""
     absent = [module for module in self.needs if importlib.util.find_spec(module) is None]
     return f"there is no module {' nor '.join(absent)}" if absent else None
 
   def obstacle(self, cell: Cell) -> str | None:
-    """Why it cannot have a cell; None if it can."""
+    """Why the peer cannot compute a cell; None if it can."""
     if self.masks is not None and cell.name not in self.masks:
       return f"has no mask {cell.name}"
     backward = self.backward_masks
@@ -132,7 +134,7 @@ class Peer:
     return self.limit(cell)
 
   def abilities(self) -> dict:
-    """What it can do, for results."""
+    """What the peer supports, for results."""
     return {
       "title": self.title,
       "masks": "any" if self.masks is None else self.masks,
@@ -167,7 +169,7 @@ _JAX_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _jax_ways(cell: Cell, *, implementation: str, fun: Callable | None = None) -> list[Attention]:
-  """Of a function with the arguments of `jax.nn.dot_product_attention`."""
+  """The ways of a function with the arguments of `jax.nn.dot_product_attention`."""
   fun = fun or jax.nn.dot_product_attention
 
   def attend(q, k, v):
@@ -280,7 +282,7 @@ def _first(found):
 
 
 def _sdpa_ways(cell: Cell, *, backend: str) -> list[Attention]:
-  """Of PyTorch's attention, with a backend that `SDPBackend` names."""
+  """The ways of PyTorch's attention, with a backend that `SDPBackend` names."""
   import torch
   from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -303,7 +305,7 @@ def _sdpa_limit(cell: Cell) -> str | None:
 
 
 def as_ranges(mask: AttentionMask) -> tuple[list, list, list]:
-  """The same mask as ranges of queries, ranges of keys and types."""
+  """A mask as query ranges, key ranges and types."""
   unbounded = int(AttentionMask.full(1).slices[0, 5])
   rows = []
   for q_begin, q_end, k_begin, k_end, lo, hi in mask.slices.tolist():

@@ -1,4 +1,4 @@
-"""How long the host plans, and what it finds: python -m benchmarks.planner [--nodes 8] [--keys].
+"""Times the planner on the host: python -m benchmarks.planner [--nodes 8] [--keys].
 
 Prints a table. By default it plans which rank gets which chunk; with `--keys`, whole keys.
 """
@@ -27,7 +27,7 @@ MILLION = 1 << 20
 
 
 def _documents(total: int, scale: float = 1.0) -> AttentionMask:
-  """Causal ones; a smaller scale makes more of them."""
+  """Causal documents. A smaller scale makes more of them."""
   ends = np.array(documents(int(total / scale)))
   ends = np.minimum((ends * scale).astype(np.int64), total)
   return AttentionMask.from_cu_seqlens(np.append(ends[:-1], total), causal=True)

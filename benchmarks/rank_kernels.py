@@ -1,4 +1,4 @@
-"""Times of the kernel calls of a rank, stage by stage, with masks as data."""
+"""Times the kernel calls of a rank, stage by stage, with masks as data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-# Tokens of a rank, and the heads of the model.
+# The number of tokens of a rank, and the heads of the model.
 LOCAL = 8192
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 48, 8, 128
 
 
 class Kernels:
-  """Times of kernel calls, with masks as data; `dims` are of q and k, and of v."""
+  """Times kernel calls, with masks as data. `dims` are the head dims of q and k, and of v."""
 
   def __init__(self, heads=(NUM_Q_HEADS, NUM_KV_HEADS), dims=(HEAD_DIM, HEAD_DIM)):
     import jax
@@ -27,7 +27,7 @@ class Kernels:
     self._jitted: dict[str, Callable] = {}
 
   def alone(self, slices: np.ndarray, length: int) -> tuple[float, float]:
-    """Seconds of one call over everything, forward and backward, with 16-bit results."""
+    """The seconds of one call over everything, forward and backward, with 16-bit results."""
 
     def forward(q, k, v, table):
       return self.ops.forward(self.config, q, k, v, table, self._sink())
@@ -46,9 +46,9 @@ class Kernels:
   def forward_stage(
     self, slices: np.ndarray, k_len: int, number: int, count: int, *, is_whole: bool
   ) -> float:
-    """Seconds of a stage of `count`, which goes on with what others left.
+    """The seconds of one of `count` stages, which continues with the results of others.
 
-    If results are merged, the last stage rounds them; if queries are whole, each stage does.
+    If results are merged, the last stage rounds them. If queries are whole, each stage does.
     """
     is_first, is_rounded = number == 0, is_whole or number + 1 == count
 
@@ -70,7 +70,7 @@ class Kernels:
     return self._seconds(kind, forward, q, k, v, table, running) - copies
 
   def backward_stage(self, slices: np.ndarray, k_len: int, number: int, count: int) -> float:
-    """The same of the backward pass; the last stage finishes dq."""
+    """The same for the backward pass. The last stage finishes dq."""
     is_first, is_last = number == 0, number + 1 == count
 
     def backward(q, k, v, lse, delta, table, dq):
@@ -88,7 +88,7 @@ class Kernels:
     return self._seconds(kind, backward, q, k, v, lse, lse * 0.0, table, dq) - copies
 
   def forget_operands(self) -> None:
-    """Those of many keys take gigabytes."""
+    """Frees the operands. Those of many keys take gigabytes."""
     self._operands.cache_clear()
 
   def _lse(self):

@@ -1,4 +1,4 @@
-"""Times the fused softmax: beside what XLA makes of the plain expression, and beside no fusion.
+"""Times the fused softmax, against XLA on the plain expression, and against no fusion.
 
 python -m benchmarks.softmax [--json FILE] [--plot FILE]
 
@@ -8,15 +8,15 @@ Contenders, forward:
   unfused    scale, mask, exp, sum, division and cast, a `jit` each: bf16 between them, and float32
              for sum and quotient
 
-and backward alone, from what the forward pass saved:
+and only backward, from the residuals of the forward pass:
   ours       from bf16 probabilities
   xla        the same formula in one `jit`, from bf16 probabilities: what a hand-written derivative
              would do
   autodiff   `jax.vjp` of the forward `xla`, with the residuals that JAX saves
 
-Rates are bytes that must be moved (visible columns read, the mask once, all columns written) by
-time, and their share of the rate of a copy in the same run. Inputs are arguments and results are
-new arrays; all contenders get the same.
+Rates are the bytes that must be moved (visible columns read, the mask read once, all columns
+written) divided by time, and their share of the rate of a copy in the same run. Inputs are
+arguments, and results are new arrays. All contenders get the same inputs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ seconds = functools.partial(timing.seconds, min_calls=3, budget=0.06)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What hides pairs: as options of ours, and as a band; or an array, from x's shape."""
+  """A mask: as options of ours and as a band, or as an array made from the shape of x."""
 
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   band: Callable[[int, int], AttentionMask] = AttentionMask.full
@@ -75,7 +75,7 @@ CASES = {
 
 
 def _in_band(case: Case, shape: tuple[int, ...]):
-  """As a comparison of row and column numbers, which XLA fuses; None where all is visible."""
+  """A band as a comparison of row and column indices, which XLA fuses; None if all is visible."""
   if not case.options:
     return None
   lo, hi = case.band(*shape[-2:]).slices[0, 4:]
@@ -102,7 +102,7 @@ def _xla(case: Case) -> Callable:
 
 
 def _unfused() -> Callable:
-  """Not jitted as a whole: each step reads and writes memory."""
+  """The unfused pipeline, not jitted as a whole: each step reads and writes memory."""
 
   def apply_mask(x, mask):
     return jnp.where(mask, x, -jnp.inf) if mask.dtype == bool else x + mask
@@ -140,13 +140,13 @@ def _backward_xla(case: Case) -> Callable:
 
 
 def _backward(forward: Callable, x, mask, dy) -> float:
-  """Time of the backward pass alone, from the residuals of one forward pass."""
+  """The time of only the backward pass, from the residuals of one forward pass."""
   vjp = jax.jit(lambda x, mask: jax.vjp(lambda x: forward(x, mask), x)[1])(x, mask)
   return seconds(jax.jit(lambda vjp, dy: vjp(dy)), vjp, dy)
 
 
 def copy_rate(shape: tuple[int, ...]) -> float:
-  """Bytes a second, read and written, of a copy."""
+  """The bytes per second, read and written, of a copy."""
   x = jnp.zeros(shape, jnp.bfloat16)
   return 2 * x.nbytes / seconds(jax.jit(jnp.copy), x)
 
@@ -185,7 +185,7 @@ def time_case(name: str, shape: tuple[int, ...]) -> list[dict]:
 
 
 def print_rows(rows: list[dict], copy: float) -> None:
-  """One line a pass: our time and rate, and how much longer the others take."""
+  """Prints one line per pass: our time and rate, and how much longer the others take."""
   for direction in ("forward", "backward"):
     own = {r["by"]: r for r in rows if r["pass"] == direction}
     ours = own.pop("ours")

@@ -1,12 +1,12 @@
-"""What the stages of a rank cost, against one call over the same keys.
+"""Times the stages of a rank against one call over the same keys.
 
 python -m benchmarks.stages [--degrees 1 2 4] [--masks causal window ...] [--cp-size 8]
 
-Plans each mask for ranks of 8192 tokens, and takes the rank with the most work. All its stages,
-forward or backward, are one program, without the transfers: they accumulate in place, as context
-parallelism has them, or are merged and summed afterwards by XLA. Forward stages also run as plans
-have them that compute each query in one stage. One call has the keys of all stages side by side.
-Times are medians of turns that all have one after the other.
+It plans each mask for ranks of 8192 tokens, and takes the rank with the most work. All its stages,
+forward or backward, are one program without the transfers. They accumulate in place, as in context
+parallelism, or XLA merges and sums them afterwards. Forward stages also run as in plans that
+compute each query in one stage. The single call has the keys of all stages in one array. Times are
+medians over turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNBOUNDED = 2**30
 
 
 def rank_stages(name: str, cp_size: int, degree: int) -> tuple[list[np.ndarray], list[int]]:
-  """Slices `[num_slices, 6]` and number of keys of each stage of the rank with the most work."""
+  """The slices `[num_slices, 6]` and key count of each stage, for the rank with the most work."""
   key = make_key(name, cp_size, degree)
   rank = int(key.stats().area.argmax())
   tables = [np.asarray(key.slices[rank, stage]) for stage in range(key.slices.shape[1])]
@@ -45,7 +45,7 @@ def rank_stages(name: str, cp_size: int, degree: int) -> tuple[list[np.ndarray],
 def whole_query_stages(
   name: str, cp_size: int, degree: int
 ) -> tuple[list[np.ndarray], list[int]] | None:
-  """The same of forward stages that compute each query in one stage; None where there are none."""
+  """The same for forward stages that compute each query in one stage; None if there are none."""
   links = Links(merge_seconds=1.0)
   mask = MASKS[name](cp_size * LOCAL)
   key = key_for_new_mask(
@@ -58,7 +58,7 @@ def whole_query_stages(
 
 
 def side_by_side(tables: list[np.ndarray], lengths: list[int]) -> np.ndarray:
-  """The same pairs with the keys of all stages in one array."""
+  """The same pairs, with the keys of all stages in one array."""
   moved = []
   for table, offset in zip(tables, np.cumsum([0, *lengths[:-1]]), strict=True):
     table = table.copy()
@@ -81,7 +81,7 @@ def _masked(stages):
 
 
 def forward(q, stages):
-  """16-bit out, and lse. `stages` are tuples of k, v and slices."""
+  """16-bit out and lse of stages that accumulate. `stages` are tuples of k, v and slices."""
   running = None
   for number, stage in enumerate(_masked(stages), 1):
     out_dtype = np.float32 if number < len(stages) else None
@@ -91,7 +91,7 @@ def forward(q, stages):
 
 
 def forward_whole(q, stages):
-  """Of stages in which each query sees keys once: nothing is merged."""
+  """The same for stages in which each query is computed once: nothing is merged."""
   running = None
   for stage in _masked(stages):
     running = ops.forward(_CONFIG, q, *stage, _sink(), running=running)
@@ -100,7 +100,7 @@ def forward_whole(q, stages):
 
 
 def forward_merged(q, stages):
-  """The same, merged by XLA."""
+  """The same for stages that XLA merges."""
   results = [ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=np.float32) for stage in stages]
   outs, lses, _ = zip(*results, strict=True)
   out, lse = merge_attention(outs, lses)
@@ -118,7 +118,7 @@ def backward(q, dout, lse, delta, stages):
 
 
 def backward_summed(q, dout, lse, delta, stages):
-  """The same, with dq of each stage summed by XLA."""
+  """The same, with the dq of each stage summed by XLA."""
   dqs, gradients = [], []
   for k, v, slices in stages:
     operands = (q, k, v, dout, lse, delta, slices)
@@ -130,7 +130,7 @@ def backward_summed(q, dout, lse, delta, stages):
 
 
 def _turns(calls: list[tuple[Callable, tuple[Any, ...]]], num_turns: int) -> list[float]:
-  """Milliseconds of each call of a jitted function."""
+  """The milliseconds of each call of a jitted function."""
   times: list[list[float]] = [[] for _ in calls]
   for _ in range(num_turns):
     for found, (fun, arguments) in zip(times, calls, strict=True):

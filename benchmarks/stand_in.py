@@ -1,6 +1,6 @@
-"""A kernel that stands in for communication where there is one GPU.
+"""A kernel that stands in for communication on a single GPU.
 
-Its FFI targets are registered here, and so for benchmarks alone.
+Its FFI targets are registered here, and therefore only in benchmarks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def start_stand_in(
 ) -> jax.Array:
   """Starts to copy x `num_rounds` times, by a kernel that holds `num_sms` multiprocessors.
 
-  It stands in for communication where there is one GPU. `cluster_size` blocks of threads at a time
-  have to find a place at once, as those of NCCL where NCCL_CGA_CLUSTER_SIZE is set. It begins
-  `delay_us` late. The result is for `finish_stand_in` alone.
+  It stands in for communication on a single GPU. Each `cluster_size` CTAs must find a place at
+  once, like those of NCCL if NCCL_CGA_CLUSTER_SIZE is set. The copy begins `delay_us` late. Pass
+  the result only to `finish_stand_in`.
   """
   (y,) = native_call(
     STAND_IN_TARGETS[0],
@@ -39,6 +39,6 @@ def start_stand_in(
 
 
 def finish_stand_in(x: jax.Array, y: jax.Array) -> jax.Array:
-  """x, copied, from what was given to `start_stand_in` and what it returned."""
+  """The copy of x, from the operand and the result of `start_stand_in`."""
   (y,) = native_call(STAND_IN_TARGETS[1], (x, y), [(y.shape, y.dtype)], aliases={1: 0})
   return y

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# How many programs `extra_cost` makes of each of two functions, and how often it times them, twice.
+# The number of programs that `extra_cost` makes of each of two functions, and half the number of
+# times that it times each.
 NUM_PROGRAMS, NUM_TURNS = 9, 45
 
 
 def _in_a_row(fun: Callable, arguments: Sequence[Any], count: int) -> float:
-  """Seconds for `count` calls back to back, until the last one's result is there."""
+  """The seconds of `count` back-to-back calls, until the result of the last one is ready."""
   start = time.perf_counter()
   for _ in range(count):
     result = fun(*arguments)
@@ -29,10 +30,10 @@ def _in_a_row(fun: Callable, arguments: Sequence[Any], count: int) -> float:
 def seconds(
   fun: Callable, *arguments: Any, budget: float = 0.0, min_calls: int = 1, repeats: int = 5
 ) -> float:
-  """Median over `repeats` of the mean time of back-to-back calls of a jitted function.
+  """The median over `repeats` of the mean time of back-to-back calls of a jitted function.
 
-  As many calls as fit in `budget` seconds are made in a row, so that a device never waits for the
-  host; at least `min_calls`.
+  The number of calls in a row is as many as fit in `budget` seconds, but at least `min_calls`, so
+  that the device never waits for the host.
   """
   jax.block_until_ready(fun(*arguments))  # Compiles.
   count = max(min_calls, int(budget / _in_a_row(fun, arguments, 1)))
@@ -42,12 +43,13 @@ def seconds(
 def extra_cost(
   funs: Sequence[Callable], *arguments: Any, budget: float = 0.04
 ) -> tuple[float, float]:
-  """By how much the second of two functions takes longer, compiled, and the standard error of that.
+  """How much longer the second of two compiled functions takes, relatively, and its standard error.
 
-  They have turns of `budget` seconds, first, second, second, first, or the other way round: a clock
-  that drifts evenly favours neither. All turns have as many calls, enough to hide the host's part.
-  Where arrays and programs lie makes a difference of its own, up to half a percent between two
-  programs of one function: arrays lie elsewhere every time, and there are several programs of each.
+  The functions take turns of `budget` seconds, in the order first, second, second, first, or the
+  reverse, so that a steady drift of the clock favours neither. All turns have equally many calls,
+  enough to hide the time of the host. The addresses of arrays and programs matter, too: two
+  programs of one function differ by up to half a percent. Therefore each function has several
+  programs, and arrays have new addresses every time.
   """
   random = np.random.default_rng(0)
   spacers: collections.deque[jax.Array] = collections.deque(maxlen=4)

@@ -11,7 +11,7 @@ from benchmarks.peers import Attention, Cell, Peer
 
 
 def inputs(cell: Cell, peer: Peer) -> list[torch.Tensor]:
-  """q, k and v, as `peer` takes them."""
+  """q, k and v in the form that `peer` takes."""
   generator = torch.Generator("cuda").manual_seed(cell.length)
   heads = (cell.num_q_heads, cell.num_kv_heads, cell.num_kv_heads)
   options = {"device": "cuda", "dtype": getattr(torch, peer.dtype or cell.dtype)}
@@ -27,12 +27,12 @@ def from_numpy(arrays, dtype: str) -> list[torch.Tensor]:
 
 
 def to_numpy(attention: Attention, operands):
-  """What it computes, in float32."""
+  """The result of a way, in float32."""
   return attention(*operands).float().cpu().numpy()
 
 
 def seconds(attention: Attention, cell: Cell, peer: Peer) -> float:
-  """Of one pass."""
+  """The seconds of one pass."""
   try:
     return _seconds(attention, cell, *inputs(cell, peer))
   finally:
@@ -57,14 +57,14 @@ def _backward(out, operands, dout, *, keep: bool):
 
 
 def _time(call: Callable, budget: float = 0.06, repeats: int = 5) -> float:
-  """Median over `repeats` of the mean time of calls in a row: as many as fit in `budget`, or 3."""
+  """The median over `repeats` of the mean time of calls: as many as fit in `budget`, or 3."""
   call()
   count = max(3, int(budget / max(_elapsed(call, 1), 1e-6)))
   return statistics.median(_elapsed(call, count) / count for _ in range(repeats))
 
 
 def _elapsed(call: Callable, count: int) -> float:
-  """Seconds on the GPU of `count` calls."""
+  """The seconds of `count` calls on the GPU."""
   begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
   torch.cuda.synchronize()
   begin.record()

@@ -3,8 +3,8 @@
 python -m benchmarks.train_step [--json FILE] [--plot FILE] [--steps N] [--tiny]
 
 Eight layers under `lax.scan` with rematerialisation, 4096 tokens of documents packed in one row,
-bf16 compute, float32 weights, Adam. JAX's attention takes the documents as a dense mask: its cuDNN
-path has no other way to say them. Prints losses, their differences, and the time of a step.
+bf16 compute, float32 weights, Adam. JAX's attention takes the documents as a dense mask, because
+its cuDNN path supports no other form. Prints losses, their differences, and the time of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.masks import documents
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """Sizes of the transformer."""
+  """The sizes of the transformer."""
 
   num_layers: int = 8
   width: int = 2048
@@ -73,7 +73,7 @@ def _normalise(x: jax.Array) -> jax.Array:
 
 
 def loss_of(model: Model, attention: Callable, params: dict, tokens: jax.Array) -> jax.Array:
-  """Next-token loss. `attention` takes q, k, v of shape `[length, heads, head_dim]`."""
+  """The next-token loss. `attention` takes q, k, v of shape `[length, heads, head_dim]`."""
 
   @jax.checkpoint
   def layer(x, weights):
@@ -92,7 +92,7 @@ def loss_of(model: Model, attention: Callable, params: dict, tokens: jax.Array) 
 
 
 def make_tokens(model: Model, num_steps: int) -> np.ndarray:
-  """Text with something to learn: each token follows from the one before, mostly."""
+  """Text that can be learned: most tokens follow from the token before."""
   rng = np.random.default_rng(0)
   follows = rng.permutation(model.vocabulary)
   tokens = rng.integers(0, model.vocabulary, (num_steps, model.length + 1))

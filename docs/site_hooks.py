@@ -1,11 +1,12 @@
-"""What MkDocs needs to show files of the repository that are not under docs/.
+"""MkDocs hooks that add files of the repository outside of docs/ to the site.
 
-README.md is the first page; CONTRIBUTING.md and its like, the results of benchmarks and the
-examples keep their places in the repository, as pages or files of the site. Links between them are
-those that work in the repository, and are moved by one folder here.
+README.md is the first page. CONTRIBUTING.md and similar files, the results of benchmarks and the
+examples stay at their places in the repository, and become pages or files of the site. Links in
+these files work in the repository, and are rewritten here.
 
-Pages also open from the file system, without a network. What Material would fetch from the internet
-is replaced: mermaid.js comes from the mermaidx package, and docs/javascripts has the search's part.
+Pages also open from the file system, without a network. Scripts that Material would fetch from the
+internet are replaced: mermaid.js comes from the mermaidx package, and docs/javascripts has a part
+of the search.
 """
 
 import importlib.util
@@ -30,7 +31,7 @@ MORE = (
 
 
 def on_config(config):
-  """Adds the issue tracker's link, which follows from that of the repository."""
+  """Adds the link to the issue tracker, which is derived from `repo_url`."""
   project = next(entry["Project"] for entry in config.nav if "Project" in entry)
   project.append({"Issues": f"{config.repo_url.rstrip('/')}/issues"})
   return config
@@ -50,7 +51,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-  """Folds out the code that examples need first, and moves links: docs/ is the site's root."""
+  """Turns the setup code of examples into folded blocks, and moves links to the site's root."""
   markdown = SETUP.sub(_fold, markdown)
   source = Path(page.file.abs_src_path)
   if source.is_relative_to(ROOT / "docs"):
@@ -60,13 +61,13 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _fold(comment):
-  """A block that readers can unfold, in the place of a comment with code."""
+  """A folded block instead of a comment with code."""
   code = textwrap.indent(f"```python\n{comment[1]}```\n", "    ")
   return f'??? note "Setup of this example"\n\n{code}'
 
 
 def on_post_page(output, page, config):
-  """Puts the site's own scripts in the place of those that Material loads from elsewhere."""
+  """Replaces scripts that Material loads from the internet by the site's own."""
   up = "../" * page.file.dest_uri.count("/")
   own = [SEARCH]
   if '<pre class="mermaid">' in output:
@@ -76,5 +77,5 @@ def on_post_page(output, page, config):
 
 
 def on_post_template(output, template_name, config):
-  """The same for the page of links that lead nowhere, which servers show."""
+  """The same for the 404 page."""
   return output.replace(SHIM, "")

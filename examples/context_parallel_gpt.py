@@ -1,8 +1,8 @@
 """Trains the GPT of muon_qk_clip.py with its rows split over devices: data x context parallel.
 
-Every row of the batch is a sequence of packed documents with a mask of its own. The data loader
-plans each mask on the host and puts the tokens in the order of ranks; to the compiled step, a plan
-is data. QK-Clip gets the largest logit of each head over all devices.
+Every row of the batch is a sequence of packed documents with its own mask. The data loader plans
+each mask on the host and dispatches the tokens. For the compiled step, a plan is data. QK-Clip gets
+the largest logit of each head over all devices.
 
 python examples/context_parallel_gpt.py --devices 8 --cp 4              8 virtual CPU devices
 python examples/context_parallel_gpt.py --devices 8 --cp 4 --compare    and on one, side by side
@@ -31,7 +31,7 @@ from jax_magi.optim import reduce_max_logits
 sys.path.insert(0, str(Path(__file__).parent))
 from muon_qk_clip import Config, init_params, make_batches, make_optimizer, normalize, train_step
 
-# Where logits grow, but slowly enough that rounding does not decide what is learnt.
+# With this rate, logits grow, but slowly enough that rounding does not change what is learned.
 CONFIG = dataclasses.replace(
   Config(), num_layers=2, num_steps=30, learning_rate=0.03, threshold=8.0
 )
@@ -72,7 +72,7 @@ def rotate(x, positions):
 
 
 def local_loss(params, tokens, documents, key):
-  """Of this device's rows and tokens, summed over all devices; and all devices' largest logits."""
+  """The loss, summed over the rows and tokens of all devices, and the largest logits."""
   over_rows = functools.partial(jax.vmap, in_axes=(0, 1))
   positions = jax.vmap(jax_magi.get_position_ids, in_axes=1)(key)
   attend = jax.vmap(
@@ -149,7 +149,7 @@ def train(config: Config, dp: int, cp: int, overlap_degree: int = 1) -> dict:
 
 
 def train_on_one_device(config: Config) -> dict:
-  """The same model and data, by the step of muon_qk_clip.py."""
+  """Trains the same model on the same data, with the step of muon_qk_clip.py."""
   params = init_params(config, jax.random.key(0))
   state = make_optimizer(config, config.threshold).init(params)
   history: dict = {"loss": [], "max_logit": []}

@@ -1,8 +1,8 @@
 """Trains the GPT of muon_qk_clip.py on a mesh of data x tensor x context parallel devices.
 
-It is plain `jit`: weights are split by heads and by hidden units over "tp", rows over "dp", and the
-tokens of a row over "cp". XLA moves what the matrix products need; attention is one call, which
-moves the keys that are seen. The next tokens are put in the order of ranks by the data loader.
+The step is plain `jit`. Weights are split by heads and hidden units over "tp", rows over "dp", and
+the tokens of a row over "cp". XLA moves the operands of matrix products. Attention is one call,
+which moves only visible keys. The data loader dispatches the labels, too.
 
 python examples/dp_tp_cp_gpt.py --devices 8              8 virtual CPU devices, 2 x 2 x 2
 python examples/dp_tp_cp_gpt.py --devices 8 --compare    and on one, side by side
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from context_parallel_gpt import CONFIG, make_keys, rotate, to_ranks, train_on_one_device
 from muon_qk_clip import Config, init_params, make_batches, make_optimizer, normalize
 
-# Over the axes of a weight. The first is layers.
+# The mesh axes over which the axes of each weight are split. The first axis is layers.
 SPECS = {
   "query": P(None, None, "tp"),
   "key": P(None, None, "tp"),
@@ -41,17 +41,17 @@ SPECS = {
   "up": P(None, None, "tp"),
   "down": P(None, "tp"),
 }
-ROWS = P("dp", "cp")  # Of arrays [batch, cp * local, ...].
+ROWS = P("dp", "cp")  # For arrays [batch, cp * local, ...].
 
 
 def param_specs(params) -> dict:
-  """Blocks are split over "tp"; embedding and head are everywhere."""
+  """The specs of parameters: blocks are split over "tp", embedding and head are replicated."""
   specs = jax.tree.map(lambda _: P(), params)
   return {**specs, "blocks": SPECS}
 
 
 def host_batch(tokens: np.ndarray, documents: np.ndarray, keys: list) -> dict:
-  """What a step takes, each `[batch, cp * local]`, in the order of ranks."""
+  """The operands of a step, each `[batch, cp * local]`, in the order of ranks."""
   labels = np.roll(tokens, -1, axis=1)
   counts = (np.roll(documents, -1, axis=1) == documents) & (documents > 0)
   counts[:, -1] = False

@@ -1,9 +1,9 @@
 """Trains a GPT with multi-head latent attention (MLA): packed documents, data x context parallel.
 
-Of a token, its latent and its rotary key are all that the layers keep and that devices exchange:
-each makes the keys and values that its queries see. Muon trains the matrices, and QK-Clip scales
-the parts of a head's query and key with and without rotation, each by its own factor; the rotary
-key, which all heads share, stays as it is. Labels stop at the ends of documents.
+Layers keep, and devices exchange, only the latent and the rotary key of each token. Each device
+expands the keys and values that its queries see. Muon trains the matrices. QK-Clip scales the parts
+of a head's query and key with and without rotation, each by its own factor, and does not change the
+rotary key, which all heads share. Labels stop at the ends of documents.
 
 python examples/mla_gpt.py                              one device: a GPU, or the CPU
 python examples/mla_gpt.py --compare                    without QK-Clip, and with it
@@ -41,7 +41,7 @@ from muon_qk_clip import VOCABULARY, make_batches, name_of, normalize, show_prog
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes, and how to train. Dims are those of one head."""
+  """The sizes of the model, and the settings of training. Dims are those of one head."""
 
   num_layers: int = 3
   embed: int = 64
@@ -84,7 +84,7 @@ MATRICES = {
 
 
 def make_projections(config: Config) -> MlaProjections:
-  """Where the three parts are that QK-Clip scales; values share a kernel with keys."""
+  """The three parts that QK-Clip scales. Values share a kernel with keys."""
   nope, both = config.nope_dim, config.nope_dim + config.rope_dim
   layout = "layers rank -> heads dim"
   return MlaProjections(
@@ -176,7 +176,7 @@ def loss_on_one_device(params, tokens, documents, config: Config):
 
 
 def local_loss(params, tokens, documents, key, config: Config):
-  """The same, of one of dp x cp devices, for the rows and tokens of all of them."""
+  """The same on one of dp x cp devices, over the rows and tokens of all of them."""
   over_rows = functools.partial(jax.vmap, in_axes=(0, 1))
 
   def attend(q, latent, expand):

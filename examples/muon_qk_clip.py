@@ -38,7 +38,7 @@ VOCABULARY = 128  # ASCII.
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Sizes, and how to train."""
+  """The sizes of the model, and the settings of training."""
 
   num_layers: int = 4
   embed: int = 64
@@ -71,7 +71,7 @@ PLACES = "attic barn cellar desk engine forest garden hall island jungle kitchen
 
 
 def make_document(rng: random.Random) -> str:
-  """Facts, and questions about them: what is asked can only be looked up."""
+  """Facts, and questions about them. The answers can only be looked up in the text."""
   count = rng.randint(2, 5)
   facts = list(zip(*(rng.sample(words, count) for words in (NAMES, THINGS, PLACES)), strict=True))
   lines = [f"{name} took the {thing} to the {place}." for name, thing, place in facts]
@@ -239,12 +239,12 @@ def train(config: Config, clip: bool) -> dict:
 
 
 def name_of(history: dict) -> str:
-  """For the legend."""
+  """The name of a run in the legend."""
   return "with QK-Clip" if history["clip"] else "without QK-Clip"
 
 
 def show_progress(history: dict, total: int) -> None:
-  """Draws a bar over itself; in a file, writes a line now and then."""
+  """Draws a progress bar. If the output is a file, writes a line now and then."""
   done, loss, max_logit = len(history["loss"]), history["loss"][-1], history["max_logit"][-1]
   bar = "#" * (30 * done // total)
   text = (

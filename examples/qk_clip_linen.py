@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def projection(name):
-  """Kernel and bias: both scale the logits."""
+  """The kernel and the bias of a projection. Both affect the logits."""
   return (
     Projection(f"blocks/{name}/kernel", "layers embed -> heads dim"),
     Projection(f"blocks/{name}/bias", "layers -> heads dim"),

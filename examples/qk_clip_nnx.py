@@ -45,7 +45,7 @@ class Model(nnx.Module):
 
 
 def projection(name):
-  """Kernel and bias: both scale the logits."""
+  """The kernel and the bias of a projection. Both affect the logits."""
   return (
     Projection(f"blocks/{name}/kernel", "layers embed -> heads dim"),
     Projection(f"blocks/{name}/bias", "layers -> heads dim"),

@@ -1,12 +1,13 @@
-"""Makes the source archive, and from it the wheels of this Python and machine.
+"""Makes the source archive, and from it the wheels for this Python and machine.
 
 python scripts/build_wheels.py                           # dist/*.tar.gz, dist/cpu/*, dist/cuda/*
 python scripts/build_wheels.py --wheels cpu              # where there is no nvcc
 python scripts/build_wheels.py --no-build-isolation      # offline, with tools that are installed
 
-Wheels with and without CUDA kernels have one name: each kind has its own folder. auditwheel gives
-them the manylinux tag of the oldest systems on which they run. Without isolation it is used where
-it is installed, with patchelf; where it is not, wheels are as built, and for systems like this one.
+Wheels with and without CUDA kernels have the same name, so each kind has its own folder. auditwheel
+gives them the manylinux tag of the oldest systems on which they run. With --no-build-isolation,
+auditwheel and patchelf are used if they are installed. Otherwise wheels keep the tag of this
+machine.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
 
 
 def search_path(python: Path) -> str:
-  """Where programs are looked for: first beside this Python."""
+  """The search path for programs, beginning with the folder of this Python."""
   return f"{python.parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def set_up(folder: Path) -> Path:
-  """Makes an environment with all that a build needs, and returns its Python."""
+  """Makes an environment with everything that a build needs, and returns its Python."""
   venv.create(folder, with_pip=True, symlinks=True)
   python = folder / "bin" / "python"
   config = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -214,7 +214,7 @@ def sanitizer_jobs(program: str | None) -> list[Job]:
 
 
 def start(job: Job, log: Path, root: Path) -> Running:
-  """Starts a process in a group of its own, so that it can be killed with its children."""
+  """Starts a process in a separate group, so that it can be killed with its children."""
   command = [*job.command, *job.tests] if job.is_pytest else job.command
   log.parent.mkdir(exist_ok=True)
   with log.open("w") as out:

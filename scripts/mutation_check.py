@@ -1,4 +1,4 @@
-"""Applies small faults to the sources, one at a time, and lists those that the tests do not notice.
+"""Applies small faults to the sources, one at a time, and lists those that the tests do not detect.
 
 python scripts/mutation_check.py --out build/mutants.jsonl
 python scripts/mutation_check.py --only cc/ --tests quick --hinted-only
@@ -9,8 +9,8 @@ a committed revision, with an environment and a CPU build of its own: your worki
 is. For each mutant, the test files that its entry names run first, and then all tests, until one
 fails.
 
-The tests of the revision itself must pass: they are not run without a mutant, and a test that fails
-anyway would seem to notice every mutant.
+The tests of the revision itself must pass. They are not run without a mutant, and a test that
+always fails would seem to detect every mutant.
 """
 
 from __future__ import annotations

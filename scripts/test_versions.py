@@ -1,4 +1,4 @@
-"""Builds and tests the package with each Python and JAX that it is for.
+"""Builds and tests the package with each supported combination of Python and JAX.
 
 python scripts/test_versions.py                              # all tests, all three
 python scripts/test_versions.py --python 3.11 -- tests/test_mask.py

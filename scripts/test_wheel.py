@@ -5,8 +5,8 @@ python scripts/test_wheel.py dist/jax_magi-*.whl         # all tests that need n
 python scripts/test_wheel.py WHEEL tests/test_mask.py    # some; arguments go to pytest
 python scripts/test_wheel.py WHEEL --jax 0.10.2          # with this JAX, and not the newest
 
-The environment is of the Python that runs this. CUDA wheels import without a driver, and are tested
-as CPU wheels where there is none.
+The environment has the Python that runs this script. CUDA wheels can be imported without a driver,
+and are tested like CPU wheels if there is none.
 """
 
 from __future__ import annotations
