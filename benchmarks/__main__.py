@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-  parser.add_argument("--out", type=Path, default=ROOT / "out" / "benchmarks", help="the folder")
-  parser.add_argument("--quick", action="store_true", help="fewer lengths and steps")
+  parser.add_argument("--out", type=Path, default=ROOT / "out" / "benchmarks", help="output folder")
+  parser.add_argument("--quick", action="store_true", help="use fewer lengths and steps")
   options = parser.parse_args(arguments)
   for name in options.parts:
     if name not in PARTS:

@@ -144,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--parts", nargs="+", default=[], choices=list(attention_gpu.PARTS))
   parser.add_argument("--lengths", nargs="+", type=int)
   parser.add_argument("--dims", type=_dims, metavar="KEY,VALUE")
-  parser.add_argument("--masks", nargs="+", choices=list(MASKS), help="with --dims")
-  parser.add_argument("--implementation", default="cuda", help='such as "cuda_sm80"')
+  parser.add_argument("--masks", nargs="+", choices=list(MASKS), help="masks for --dims")
+  parser.add_argument("--implementation", default="cuda", help='ours, such as "cuda_sm80"')
   parser.add_argument("--peak-memory", nargs=2, metavar=("BY", "LENGTH"), help=argparse.SUPPRESS)
   options = parser.parse_args(arguments)
   if options.peak_memory:

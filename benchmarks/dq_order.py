@@ -122,8 +122,10 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument("--lengths", type=int, nargs="+", default=[8192])
-  parser.add_argument("--queries-in-turn", type=int, default=640, help="of each head")
-  parser.add_argument("--num-parts", type=int, default=1, help="of dk and dv; a divisor of 6")
+  parser.add_argument("--queries-in-turn", type=int, default=640, help="queries per head")
+  parser.add_argument(
+    "--num-parts", type=int, default=1, help="parts of dk and dv (a divisor of 6)"
+  )
   options = parser.parse_args()
   if CUDA.module is None:
     raise SystemExit("this build of jax_magi has no CUDA kernels, which make the lists of tiles")

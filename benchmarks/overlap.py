@@ -263,8 +263,8 @@ def main(arguments: list[str]) -> None:
   parser.add_argument("--json")
   parser.add_argument("--from-json")
   parser.add_argument("--plot")
-  parser.add_argument("--trace", help="a folder that keeps the profiles")
-  parser.add_argument("--few", action="store_true", help="margins 0 and 16, one communication")
+  parser.add_argument("--trace", help="folder in which to keep the profiles")
+  parser.add_argument("--few", action="store_true", help="only margins 0 and 16, one communication")
   options = parser.parse_args(arguments)
   if options.from_json:
     rows = json.loads(Path(options.from_json).read_text())["results"]

@@ -91,7 +91,7 @@ def measure(name: str, width: int | None, whole_keys: bool) -> str:
 
 def main(argv: list[str]) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--nodes", type=int, metavar="RANKS", help="ranks of a node; default: all")
+  parser.add_argument("--nodes", type=int, metavar="RANKS", help="ranks per node (default: all)")
   parser.add_argument("--keys", action="store_true", help="time whole keys")
   options = parser.parse_args(argv)
   print(

@@ -165,7 +165,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--devices", type=int, help="virtual CPU devices; default: what JAX finds")
+  parser.add_argument("--devices", type=int, help="virtual CPU devices (default: all devices)")
   parser.add_argument("--cp", type=int, default=4, help="devices that share a row")
   parser.add_argument("--overlap-degree", type=int, default=1)
   parser.add_argument("--steps", type=int, default=CONFIG.num_steps)

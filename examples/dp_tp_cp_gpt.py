@@ -139,7 +139,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--devices", type=int, help="virtual CPU devices; default: what JAX finds")
+  parser.add_argument("--devices", type=int, help="virtual CPU devices (default: all devices)")
   parser.add_argument("--tp", type=int, default=2, help="devices that share heads")
   parser.add_argument("--cp", type=int, default=2, help="devices that share a row")
   parser.add_argument("--steps", type=int, default=CONFIG.num_steps)

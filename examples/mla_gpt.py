@@ -315,12 +315,12 @@ def main() -> None:
   )
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--no-clip", action="store_true", help="train without QK-Clip")
-  which.add_argument("--compare", action="store_true", help="train without it, then with it")
+  which.add_argument("--compare", action="store_true", help="train without QK-Clip, then with it")
   which.add_argument("--from-json", type=Path, help="only draw what --json wrote")
-  parser.add_argument("--devices", type=int, help="virtual CPU devices; default: what JAX finds")
+  parser.add_argument("--devices", type=int, help="virtual CPU devices (default: all devices)")
   parser.add_argument("--cp", type=int, default=1, help="devices that share a row")
   parser.add_argument("--overlap-degree", type=int, default=1)
-  parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes")
+  parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
   for field in dataclasses.fields(Config):
     kind = type(getattr(Config(), field.name))
     flag = f"--{field.name.replace('_', '-')}"

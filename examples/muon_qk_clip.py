@@ -286,9 +286,9 @@ def main() -> None:
   )
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--no-clip", action="store_true", help="train without QK-Clip")
-  which.add_argument("--compare", action="store_true", help="train without it, then with it")
+  which.add_argument("--compare", action="store_true", help="train without QK-Clip, then with it")
   which.add_argument("--from-json", type=Path, help="only draw what --json wrote")
-  parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes")
+  parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes of the model")
   for field in ("num_steps", "batch", "learning_rate", "threshold"):
     kind = type(getattr(Config(), field))
     parser.add_argument(f"--{field.replace('_', '-')}", type=kind, help="instead of the preset's")

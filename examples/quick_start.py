@@ -17,7 +17,9 @@ def main():
   """Entry point."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture")
-  parser.add_argument("--only-picture", action="store_true", help="no more: needs no kernels")
+  parser.add_argument(
+    "--only-picture", action="store_true", help="draw only the picture (no kernels)"
+  )
   arguments = parser.parse_args()
   out_dir = arguments.out
   out_dir.mkdir(parents=True, exist_ok=True)

@@ -321,9 +321,9 @@ def digest_of(root: Path, *words: str) -> str:
 def parse() -> argparse.Namespace:
   """The command line."""
   parser = argparse.ArgumentParser(prog="dev.py gpu", description=__doc__.splitlines()[0])
-  parser.add_argument("--limit-s", type=float, default=540, help="not counting the build (540)")
+  parser.add_argument("--limit-s", type=float, default=540, help="seconds, without the build (540)")
   processes = max(1, min(14, (os.cpu_count() or 1) - 2))  # They share the GPU's memory.
-  parser.add_argument("--processes", type=int, default=processes, help=f"at a time ({processes})")
+  parser.add_argument("--processes", type=int, default=processes, help=f"parallel ({processes})")
   parser.add_argument("--only", default="", help="run the tests and cases whose id contains this")
   parser.add_argument("--again", action="store_true", help="forget earlier results")
   return parser.parse_args()
