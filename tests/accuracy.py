@@ -21,7 +21,7 @@ DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-  """Operands of a call, and cotangents of its results."""
+  """The operands of a call, and the cotangents of its results."""
 
   q: np.ndarray
   k: np.ndarray
@@ -111,7 +111,7 @@ def _ours(operands, cotangents, mask, options):
 
 
 def named_results(out, lse, max_logits, gradients) -> dict[str, Any]:
-  """Results of a call and the gradients of its operands, as they are compared."""
+  """The results of a call and the gradients of its operands, by name."""
   names = ("dq", "dk", "dv", "dsink", "dbias", "dslopes")
   grads = {n: g for n, g in zip(names, gradients, strict=False) if g is not None}
   return {"out": out, "lse": lse, "max_logits": max_logits, **grads}

@@ -45,7 +45,7 @@ _FEW = (
 
 
 def _every_mask():
-  """The shape of the bias, its dtype and whether there are slopes take turns."""
+  """All masks. The shape of the bias, its dtype, and slopes take turns."""
   kinds = zip(CASES, itertools.cycle(BIAS_SHAPES), itertools.cycle([False, True, True]))
   for i, (case, bias, has_alibi) in enumerate(kinds):
     yield BiasCase(case, bias, is_bias_f32=i % 4 == 1, has_alibi=has_alibi)

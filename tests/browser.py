@@ -73,7 +73,7 @@ class Browser:
     os.close(self._answers)
 
   def call(self, method, **params):
-    """The result of a command of the DevTools protocol; events are kept."""
+    """Calls a command of the DevTools protocol, and returns its result. Events are kept."""
     number = next(self._ids)
     message = {"id": number, "method": method, "params": params}
     if self._session:
@@ -98,11 +98,11 @@ class Browser:
     return json.loads(message)
 
   def before_each_page(self, source):
-    """JavaScript that runs in front of every page's own."""
+    """Adds JavaScript that runs before the scripts of every page."""
     self.call("Page.addScriptToEvaluateOnNewDocument", source=source)
 
   def open(self, url):
-    """Opens a page, and returns when it has been loaded."""
+    """Opens a page, and returns when it has loaded."""
     self.events.clear()
     assert "errorText" not in self.call("Page.navigate", url=url)
     while not any(event["method"] == "Page.loadEventFired" for event in self.events):
@@ -125,7 +125,7 @@ class Browser:
     return True
 
   def requests(self):
-    """Addresses that the page asked for, and those that it did not get."""
+    """The addresses that the page requested, and those that failed."""
     named = {}
     for event in self.events:
       if event["method"] == "Network.requestWillBeSent":

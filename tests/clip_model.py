@@ -39,7 +39,7 @@ def make_statistics(count, value=30.0):
 
 
 def broken_statistics(value):
-  """Head 1 of layer 0 is broken, head 3 of layer 1 is hot."""
+  """Statistics with an invalid head 1 of layer 0, and head 3 of layer 1 above the threshold."""
   statistics = make_statistics(1)[0]
   statistics[0, 1], statistics[1, 3] = value, 400.0
   return statistics

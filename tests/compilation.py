@@ -14,6 +14,6 @@ jit_as_written = functools.partial(jax.jit, compiler_options={"xla_allow_excess_
 
 @contextlib.contextmanager
 def promotion():
-  """For code of others, which needs JAX's promotion of ranks and dtypes: see `conftest.py`."""
+  """Allows implicit promotion, for code of other packages: see `conftest.py`."""
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     yield

@@ -39,7 +39,7 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-  """Exempts all that has been imported by now from garbage collection."""
+  """Exempts everything imported so far from garbage collection."""
   gc.freeze()
 
 
@@ -78,7 +78,7 @@ def with_promotion():
 
 @pytest.fixture
 def without_kept_programs():
-  """Compiles everything anew, and keeps nothing of it: for tests that time the compilation."""
+  """Compiles everything anew and keeps nothing, for tests that time the compilation."""
   import jax
 
   name = "jax_persistent_cache_min_compile_time_secs"

@@ -53,7 +53,7 @@ def _forward_and_backward(mesh, options, operands, cotangents, key):
 
 
 def run(inputs: Inputs, key, mesh, **options):
-  """Results and gradients by name, in the order of the sequence; of `NATIVE`, if not told."""
+  """Results and gradients by name, in the order of the sequence. The default is `NATIVE`."""
   roles = {"q": "q", "k": "k", "v": "k"}
   operands = [jax_magi.dispatch(getattr(inputs, x), key, role=role) for x, role in roles.items()]
   cotangents = tuple(jax_magi.dispatch(x, key) for x in inputs.cotangents)
@@ -89,7 +89,7 @@ MASKS = {
 
 
 def check_all_masks(cp_size, **options):
-  """All masks through one compiled program, as the key is data; `options` are the keys'."""
+  """Runs all masks through one compiled program. `options` are options of the keys."""
   options["cp_size"] = cp_size
   keys = [jax_magi.magi_attn_flex_key(mask, **options) for mask in MASKS.values()]
   room = functools.reduce(operator.or_, (key.capacities for key in keys))
@@ -110,5 +110,5 @@ def check_all_masks(cp_size, **options):
 
 
 def on_one_device(inputs: Inputs, mask, **options):
-  """What all of it is compared with."""
+  """The results on one device, to compare with."""
   return jax_magi.attention(inputs.q, inputs.k, inputs.v, mask, return_max_logits=True, **options)

@@ -50,7 +50,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-  """All of them, in order."""
+  """All blocks of a page, in order."""
   text = page.read_text()
   blocks: list[Block] = []
   marks: dict[str, str] = {}
@@ -68,7 +68,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def run_python(page: Path) -> int:
-  """Runs a page, and returns how many blocks of it that readers see."""
+  """Runs the Python blocks of a page, and returns the number of blocks that readers see."""
   namespace: dict = {"__name__": "__page__"}
   count = 0
   for block in blocks_of(page):

@@ -20,7 +20,7 @@ _PLUGIN = "jax_plugins/xla_cuda13"
 
 
 def _missing() -> str:
-  """What it takes to compile for GPUs, and is not there."""
+  """What is missing to compile for GPUs, if anything."""
   spec = importlib.util.find_spec("jax_plugins")
   folders = [
     _FOLDER,
@@ -38,7 +38,7 @@ def _path() -> str:
 
 
 def run_compiler(module: str, *arguments: str) -> str:
-  """What a module of `tests` prints that compiles for GPUs."""
+  """Runs a module of `tests` that compiles for GPUs, and returns what it prints."""
   environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
   if not HAS_GPU:
     paths = [environment.get("PYTHONPATH", ""), str(_FOLDER)]

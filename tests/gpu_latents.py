@@ -25,7 +25,7 @@ WIDTHS = {"latents": RANK + ROPE, "expanded": HEADS * (NOPE + ROPE + VALUE)}
 
 
 def expand(latent, kv_b):
-  """Keys and values of MLA."""
+  """Computes the keys and values of MLA."""
   both = jnp.einsum("tr,rhd->thd", latent[:, :RANK], kv_b)
   rope = jnp.broadcast_to(latent[:, None, RANK:], (len(latent), HEADS, ROPE))
   return jnp.concatenate([both[..., :NOPE], rope], axis=-1), both[..., NOPE:]

@@ -45,7 +45,7 @@ _OPTIONS = {
 
 
 def find_devices(nodes: int, gpus: int) -> list:
-  """GPUs to compile for, of which one or none is there. Call it before JAX looks for some."""
+  """Devices to compile for, of which at most one exists. Call it before JAX looks for devices."""
   flags = ["--xla_gpu_shard_autotuning=false"]
   name = f"{nodes}x{gpus}x1"  # One process for each GPU.
   if HAS_GPU:
@@ -68,7 +68,7 @@ def find_devices(nodes: int, gpus: int) -> list:
 
 
 def make_mask(name: str, length: int) -> AttentionMask:
-  """A mask of that name."""
+  """The mask with this name."""
   if name == "documents":
     ends = [0, *(length * x // 16 for x in (1, 2, 6, 7, 10, 16))]
     return AttentionMask.from_cu_seqlens(ends, causal=True)
@@ -94,7 +94,7 @@ def make_key(
 
 
 def compile_step(devices: list, key: jax_magi.DistAttnKey, action: str, options: dict) -> Any:
-  """The step with that plan, compiled; and its operands' sharding and shapes."""
+  """The compiled step with that plan, and the sharding and shapes of its operands."""
   mesh = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Auto,))
 
   def step(q, k, v, dout, key):
@@ -121,7 +121,7 @@ def compile_step(devices: list, key: jax_magi.DistAttnKey, action: str, options:
 
 
 def run_step(compiled: Any, sharding: NamedSharding, shapes: list, key: Any, local: int) -> None:
-  """Runs one rank of a step on the GPU that is there."""
+  """Runs one rank of a step on the machine's GPU."""
   rng = np.random.default_rng(0)
   values = [
     jax.make_array_from_process_local_data(

@@ -32,7 +32,7 @@ def make_operands(rng, length, dtype=np.float32):
 
 
 def expand(rows, params):
-  """Keys and values of MLA. Without an epsilon, rows of zeros have no finite norm."""
+  """Computes the keys and values of MLA. Without an epsilon, rows of zeros have no finite norm."""
   kv = rows["kv"].astype(np.float32)
   kv = kv * jax.lax.rsqrt(jnp.mean(kv**2, axis=-1, keepdims=True)) * params["scale"][None]
   both = jnp.einsum("tr,rhd->thd", kv.astype(rows["kv"].dtype), params["kv_b"])

@@ -15,7 +15,7 @@ HEADER_WORDS, TILE_WORDS = 16, 8
 
 
 def needs_of(mask):
-  """Of the calls below."""
+  """The needs of the calls below."""
   return hopper_needs(mask, is_backward=False, group=2, head_dim=64)
 
 
@@ -58,7 +58,7 @@ def list_of(mask) -> np.ndarray:
 
 
 def forged_list(mask) -> np.ndarray:
-  """Says that it is the mask's, but its tiles reach out of the arrays."""
+  """A list whose header is right for the mask, but whose tiles exceed the arrays."""
   words = list_of(mask)
   tiles = words[HEADER_WORDS:].reshape(-1, TILE_WORDS)
   tiles[:, 0] = 7  # batch

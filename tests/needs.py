@@ -13,7 +13,7 @@ from jax_magi._src.native.backends import BACKENDS, CUDA
 
 
 def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2, **changes):
-  """Of attention in bf16 with a known mask; `changes` are arguments of `attention_needs`."""
+  """The needs of bf16 attention with a known mask. `changes` are arguments of `attention_needs`."""
   slices = np.asarray(mask.slices)
   call = {
     "q_shape": (batch, mask.q_len, num_kv_heads * group, head_dim),
@@ -31,18 +31,18 @@ def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_he
 
 
 def most_tile_rows(needs):
-  """Of one head, as the stamp of the tile list says."""
+  """The largest number of rows of a tile of one head, from the stamp of the tile list."""
   return CUDA.module.read_tile_stamp(needs.tile_stamp)["num_rows"]
 
 
 def stamped_blocks(needs):
-  """Of the tile list, as its stamp says: about as many."""
+  """The approximate number of blocks of a tile list, from its stamp."""
   return CUDA.module.read_tile_stamp(needs.tile_stamp)["num_blocks"]
 
 
 @contextlib.contextmanager
 def forward_in_clusters():
-  """Lets forward calls run in clusters where they can, as if they had any amount of work."""
+  """Lets forward calls run in clusters regardless of the amount of work."""
   plain_needs = attention._needs
 
   def needs(*args, is_backward, **options):

@@ -28,7 +28,7 @@ class Executed:
 
 
 def execute(key: DistAttnKey) -> Executed:
-  """Follows the tables of a key, as the runtime does."""
+  """Follows the tables of a key, like the runtime."""
   spec = key.spec
   n = spec.cp_size
   queries = get_position_ids(key).reshape(n, -1)

@@ -18,7 +18,7 @@ COMPUTE, TRANSFER = "Stream #13(Kernel)", "Stream #20(Kernel)"
 
 @dataclasses.dataclass
 class Event:
-  """From `begin` to `end` in microseconds."""
+  """An event from `begin` to `end`, in microseconds."""
 
   name: str
   begin: int
@@ -30,13 +30,13 @@ Planes = dict[str, dict[str, list[Event]]]
 
 
 def profile_bytes(planes: Planes) -> bytes:
-  """The file that the profiler would write: planes hold lines, and lines events."""
+  """The file that the profiler would write. Planes contain lines, and lines contain events."""
   text = "\n".join(_plane(name, lines) for name, lines in planes.items())
   return ProfileData.text_proto_to_serialized_xspace(text)
 
 
 def write_profile(folder: Path, planes: Planes, host: str = "host", time: str = "1") -> Path:
-  """Where `jax.profiler.trace(folder)` puts it; returns the file."""
+  """Writes the profile where `jax.profiler.trace(folder)` would put it, and returns the file."""
   path = folder / "plugins" / "profile" / time / f"{host}.xplane.pb"
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_bytes(profile_bytes(planes))

@@ -60,7 +60,7 @@ class Shape:
 
   @property
   def math_options(self):
-    """Those that change what is computed, not how."""
+    """The options that change what is computed, not how."""
     return {"softcap": self.softcap, "softmax_scale": self.softmax_scale}
 
   def make_inputs(self, rng: np.random.Generator):
@@ -204,7 +204,7 @@ class Softmax:
 
 
 def make_programs(seed: int, index: int, implementation: str) -> list[Attention] | list[Softmax]:
-  """The programs around shape `index`: each sixth is a softmax."""
+  """The programs around shape `index`. One in six is a softmax."""
   rng = np.random.default_rng([seed, index])
   if index % 6 == 5:
     case = random_softmax(rng, f"random-{seed}-{index}")
@@ -218,7 +218,7 @@ def make_programs(seed: int, index: int, implementation: str) -> list[Attention]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What came of one use. `error` is None if it was right."""
+  """The outcome of one use. `error` is None if the result was right."""
 
   number: int
   program: str

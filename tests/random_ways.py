@@ -46,7 +46,7 @@ def _row_by_row(one):
 
 
 def _scanned(call):
-  """The rows in a scan, with a carry that depends on each of them."""
+  """Processes the rows in a scan, with a carry that depends on each of them."""
 
   def run(operands, data):
     def step(largest, row):
@@ -61,7 +61,7 @@ def _scanned(call):
 
 
 def _either(call, negated):
-  """One of two ways to compute the same; which, is known when the program runs."""
+  """Chooses at run time between two ways to compute the same result."""
 
   def run(operands, data):
     flag = operands[0][0, 0, 0] > 0
@@ -176,7 +176,7 @@ def _by_slices(rng, shape):
 
 
 def _by_one_of_few(rng, shape):
-  """Slices that come again: each is compiled."""
+  """One of a few masks, each of which is compiled."""
   return _by_slices(np.random.default_rng(int(rng.integers(3))), shape)
 
 
@@ -199,7 +199,7 @@ _WINDOW = (9, 2)
 
 
 def _by_segments_of_batch(rng, shape):
-  """As in jax.nn: the window is over positions in the row, not in the document."""
+  """As in jax.nn, the window refers to positions in the row, not in the document."""
   ids, mask = _by_segments(rng, shape)
   slices = np.array(mask.slices)
   slices[:, 4:] = -_WINDOW[0], _WINDOW[1]
@@ -270,7 +270,7 @@ def _dot_product_lengths(operands, ends, **options):
 
 
 def _one_sink(sink):
-  """The sink of a batch of one: a batch shares it, and then its gradient is not a row's."""
+  """The sink of a batch of one. A batch shares it, so its gradient is not that of a row."""
   return None if sink is None else sink[0]
 
 

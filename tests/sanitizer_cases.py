@@ -60,13 +60,13 @@ def _attention(dims, mask, deterministic, bias=None, bias_dtype=None, has_alibi=
 
 
 def _in_clusters(mask):
-  """Two blocks of threads that share keys, and have all tiles."""
+  """Two CTAs that share keys, and process all tiles."""
   with forward_in_clusters():
     _attention((128, 128), mask, deterministic=False, sm_margin=130)
 
 
 def _stages(dims, mask, deterministic, heads=(4, 2), **options):
-  """Three calls, each with a third of the keys, that go on with each other's results."""
+  """Three calls, each with a third of the keys, that continue with each other's results."""
   shape = (mask.q_len, mask.k_len, *heads, *dims)
   inputs = make_inputs(np.random.default_rng(0), jnp.bfloat16, *shape, num_sinks=0)
   cuts = [i * mask.k_len // 3 for i in range(4)]
@@ -93,7 +93,7 @@ def _batch():
 
 
 def _forged_list():
-  """A list whose tiles reach out of the arrays."""
+  """A list whose tiles exceed the arrays."""
   mask = AttentionMask.causal(180)
   forward_with_list(mask, forged_list(mask))
 
@@ -129,7 +129,7 @@ def _bias_cases():
 
 
 def _cases():
-  """(name, call) of every case."""
+  """The (name, call) of every case."""
   for dims in _DIMS:
     for name, mask in _MASKS.items():
       for deterministic in (False, True):

@@ -32,5 +32,5 @@ def in_turns(*axes, every=1):
 
 
 def name_of(value):
-  """The id of a parameter: a case's name, or a word."""
+  """The id of a parameter: the name of a case, or a word."""
   return getattr(value, "name", None) or str(getattr(value, "__name__", value))

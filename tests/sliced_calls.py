@@ -17,7 +17,7 @@ from tests.gpu_program import find_devices
 
 
 def _attend(x):
-  """Self-attention over some rows."""
+  """Self-attention over part of the rows."""
   return jax_magi.attention(x, x, x, AttentionMask.full(x.shape[0]))[0]
 
 

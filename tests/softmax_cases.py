@@ -16,7 +16,7 @@ from tests.accuracy import DTYPES, check_close, jit_once
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxCase:
-  """A shape, and what is done to it."""
+  """A shape, and the operations on it."""
 
   name: str
   shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class SoftmaxCase:
     return {"scale": self.scale, "is_causal": self.is_causal, "window": self.window}
 
   def in_band(self):
-    """bool `[q_len, k_len]`: what is_causal and window show."""
+    """bool `[q_len, k_len]`: the pairs that is_causal and window make visible."""
     q_len, k_len = self.shape[-2:]
     # Bottom right: the last row's own column is the last.
     distance = np.arange(k_len)[None] - (np.arange(q_len)[:, None] + k_len - q_len)
@@ -66,7 +66,7 @@ class SoftmaxCase:
 
 
 def row_cases(*lengths: int) -> list[SoftmaxCase]:
-  """Rows of these lengths, with all that can happen to a row."""
+  """Rows of these lengths, with every option."""
   cases = []
   for k_len in lengths:
     q_len = 3 if k_len < 5000 else 2

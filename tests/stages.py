@@ -17,14 +17,14 @@ from tests.compilation import quick_jit
 
 
 def stage_slices(mask, bounds):
-  """What the mask shows of the keys of each stage, numbered from 0: `[num_slices, 6]`."""
+  """The mask over the keys of each stage, numbered from 0: `[num_slices, 6]`."""
   num_slices = max(len(mask.slices), 1)
   crops = (mask.crop(0, mask.q_len, begin, end) for begin, end in bounds)
   return [np.asarray(crop.pad(num_slices).slices) for crop in crops]
 
 
 def _masks(slices, bounds, *, together):
-  """The mask of each stage; their tile lists are made together, or one by one."""
+  """The mask of each stage. Tile lists are made together or one by one."""
   if not together:
     return [table[None] for table in slices]
   calls = zip(slices, (end - begin for begin, end in bounds), strict=True)
@@ -33,7 +33,7 @@ def _masks(slices, bounds, *, together):
 
 
 def forward_stages(config, q, k, v, sink, slices, bounds, *, together=True):
-  """out, lse and max_logits of a batch of 1, after all stages, the last of which rounds."""
+  """out, lse and max_logits of a batch of 1 after all stages. The last stage rounds."""
   running = None
   masks = _masks(slices, bounds, together=together)
   for number, ((begin, end), mask) in enumerate(zip(bounds, masks, strict=True), 1):
@@ -44,7 +44,7 @@ def forward_stages(config, q, k, v, sink, slices, bounds, *, together=True):
 
 
 def backward_stages(config, q, k, v, dout, lse, delta, slices, bounds, *, together=True):
-  """dq of all stages, and dk and dv of theirs, in q's dtype."""
+  """dq of all stages, and dk and dv of each, in the dtype of q."""
   dq = empty_dq_sum(q, v)
   gradients = {}
   masks = _masks(slices, bounds, together=together)

@@ -99,7 +99,7 @@ def test_variants_name_the_instruction_set_that_is_used():
 
 @pytest.fixture
 def partial_build(monkeypatch):
-  """One of JAX_MAGI_CUDA_VARIANTS="64,64,bfloat16_t;128,128,bfloat16_t", wherever we are."""
+  """A build with JAX_MAGI_CUDA_VARIANTS="64,64,bfloat16_t;128,128,bfloat16_t", on any machine."""
   module = types.SimpleNamespace(
     COMMIT="0123456789ab",
     COMPILER="CUDA 13.0 for sm_90a",

@@ -1,4 +1,4 @@
-"""Which attention kernels a call takes on which GPUs, without any."""
+"""Which attention kernels a call uses on which GPUs; runs without any GPU."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Mistakes that once went unnoticed, or were blamed on another argument."""
+"""Mistakes that once went unnoticed, or whose error named another argument."""
 
 import ast
 import copy

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: it runs what is asked for, and says what it could not run."""
+"""`python -m benchmarks` runs the requested parts, and reports those that it could not run."""
 
 import functools
 import itertools
@@ -64,7 +64,7 @@ def test_unknown_parts_are_an_error(capsys):
 
 
 def test_extra_cost_is_that_of_the_second(monkeypatch):
-  """By a clock that counts products of matrices, and drifts."""
+  """The clock counts products of matrices, and drifts."""
   turns = itertools.count()
 
   @functools.cache
@@ -110,7 +110,7 @@ def test_expansion_is_priced_as_it_was_measured():
 
 
 def test_latents_scale_better_than_expanded_rows():
-  """The prediction of the study, from times of kernels and of expansion that are made up."""
+  """The prediction of the study, with invented times of kernels and expansion."""
   cells = []
   prices = mla.priced_expansion()
   for form in mla.WIDTHS:

@@ -45,7 +45,7 @@ def test_blockwise_over_several_blocks(bias):
   "implementation", ["cpu", pytest.param("blockwise", marks=pytest.mark.long)]
 )
 def test_slopes_of_queries_far_from_their_keys(implementation):
-  """Their gradient is near that of float32 arrays. From a rounded `out`, it is off by 13 to 70%."""
+  """It is close to that of float32 arrays. A rounded `out` would make it wrong by 13 to 70%."""
   inputs, mask = many_slices((2, 1), (64, 64), None)
   check_attention(inputs, mask, implementation)
 
@@ -152,7 +152,7 @@ def test_a_bias_that_the_mask_hides_is_not_used(implementation):
 
 @implementations
 def test_slopes_are_a_bias(implementation):
-  """Over positions in q and k, wherever slices are."""
+  """The bias is over positions in q and k, regardless of slices."""
   q, k, v = _arrays()
   mask = AttentionMask.from_cu_seqlens([0, 20, 70], [0, 50, 90], causal=True)
   slopes = np.array([0.5, 0.0, -0.25, 0.125], np.float32)
@@ -191,7 +191,7 @@ def test_flex_flash_attn_func_passes_them_on(implementation):
 
 
 def test_the_cpus_gradients_are_equal_bit_for_bit():
-  """Of a bias that heads and batch rows share, summed by several threads."""
+  """Heads and batch rows share a bias, and several threads sum its gradient."""
   q, k, v = _arrays(300, 300, lead=(3,))
   bias, slopes = normals((1, 1, 300, 300), (4,))
 

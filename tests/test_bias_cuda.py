@@ -88,7 +88,7 @@ def test_lengths_that_differ(q_len, k_len, dims, is_bias_f32):
 @pytest.mark.parametrize("bias", ["hqk", "1qk"])
 @every_dims
 def test_slices_at_any_key(dims, bias, is_mask_known):
-  """TMA takes boxes of a bias from multiples of 8 keys alone, and slices begin where they like."""
+  """TMA loads boxes of a bias only from multiples of 8 keys, but slices may begin anywhere."""
   length = 1264
   documents = AttentionMask.from_cu_seqlens([0, 1, 302, 703, 1251, length])
   causal = AttentionMask.from_cu_seqlens([0, 77, 590, 995, length], causal=True)
@@ -105,7 +105,7 @@ def test_slices_at_any_key(dims, bias, is_mask_known):
 @every_dims
 @pytest.mark.parametrize("heads", [(2, 1), (4, 2), (16, 8)])
 def test_many_slices(heads, dims, bias, request):
-  """More of them in one row than the kernel that writes zeros keeps in shared memory."""
+  """A row has more slices than the kernel that writes zeros keeps in shared memory."""
   if heads == (2, 1) and dims == (64, 64) and bias is None:
     # Off by 124, and 86 are allowed: the plain computation's largest error of these two heads is
     # small by chance. Ours is that of probabilities in bfloat16, times the distance of keys.
@@ -169,7 +169,7 @@ def _batch_gradients(attend, operands, dout):
 @pytest.mark.parametrize("shape", ["bhqk", "1hqk", "b1qk", "11qk", "bh1k", "b11k", "111k"])
 @pytest.mark.parametrize("k_len", [200, 203])
 def test_batch(shape, k_len):
-  """One call over a batch, against one call for each of its rows in float64."""
+  """One call over a batch, compared with one float64 computation for each row."""
   batch = 36  # More tiles than multiprocessors.
   sizes = {"b": batch, "h": 4, "q": 150, "k": k_len, "1": 1}
   bias_shape = tuple(sizes[letter] for letter in shape)
@@ -292,7 +292,7 @@ _THREE_TILES = 264
 )
 @every_dims
 def test_many_tiles(dims, bias, has_alibi, mask, is_mask_known):
-  """At least 3 * 132 of them in either pass, with odd and even numbers of blocks."""
+  """Each pass has at least 3 * 132 tiles, with odd and even numbers of blocks."""
   length, heads = _THREE_TILES, 132
   inputs = make_inputs(
     np.random.default_rng(0),
@@ -316,7 +316,7 @@ def test_many_tiles(dims, bias, has_alibi, mask, is_mask_known):
 )
 @every_dims
 def test_many_tiles_of_groups(dims, bias_dtype, has_alibi, mask, deterministic):
-  """The query heads of a kv head by turns in one tile of keys, or in several."""
+  """The query heads of a kv head take turns in one key tile, or in several."""
   length = _THREE_TILES
   inputs = make_inputs(
     np.random.default_rng(0),

@@ -85,7 +85,7 @@ def test_x64_changes_nothing(implementation, bias):
   in_turns(IMPLEMENTATIONS, ["shared", "mapped"], ["bhqk", "b1qk", "bh1k", "hqk", "1qk"]),
 )
 def test_vmap_is_a_loop(implementation, slices, bias):
-  """Of the attention, and of its gradient: that of what is not mapped is a sum, or one for each."""
+  """For attention and its gradient. Gradients of unmapped operands are sums, others separate."""
   operands = (*_arrays(), _bias(bias), _slopes(_BATCH))
   axes = [0, 0, 0, 0 if bias[0] == "b" else None, 0]
   masks = [AttentionMask.sliding_window(_LENGTH, left=5 + i).slices for i in range(_BATCH)]
@@ -221,7 +221,7 @@ def _equations(jaxpr):
   in_turns(IMPLEMENTATIONS, ["1h1k", "11qk", "b11k", "1hqk"], [False, True]),
 )
 def test_a_shared_bias_never_grows(implementation, shape, has_gradient):
-  """To `[batch, heads, q, k]`: neither in the program's arrays nor in its memory."""
+  """Neither the program's arrays nor its memory have the size `[batch, heads, q, k]`."""
   length = 640
   q, k, v = _arrays(length=length)
   bias = _bias(shape, length)
@@ -252,7 +252,7 @@ _SPECS = {"batch": P("x"), "heads": P(None, None, "x"), "both": P("x", None, "y"
   ("spec", "bias"), in_turns(_SPECS, ["bhqk", "1hqk", "b1qk", "11qk", "b11k", "1h1k"])
 )
 def test_jit_keeps_batch_and_head_shardings(spec, bias):
-  """A bias that devices share has a gradient that is summed over them."""
+  """The gradient of a bias that devices share is summed over them."""
   mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
   arrays = (*_arrays(), _bias(bias), _slopes())
   sharding = NamedSharding(mesh, _SPECS[spec])
@@ -301,7 +301,7 @@ def test_checkpoint():
 
 
 def test_scan():
-  """A bias that layers share, and one of each."""
+  """A bias that layers share, and one bias per layer."""
   q, k, v = _arrays()
   biases = np.stack([_bias("1hqk"), _bias("1hqk") - 1])
 
@@ -351,7 +351,7 @@ def test_empty_sequences(implementation, sizes, bias):
 
 
 def test_symbolic_batch():
-  """A program of the plain path, for any number of rows."""
+  """A program of the plain path, for any batch size."""
   arguments = (
     *_arrays(),
     _bias("1hqk"),

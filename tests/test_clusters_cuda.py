@@ -1,4 +1,4 @@
-"""The forward kernel in clusters of two blocks of threads, whatever the mask, on a GPU."""
+"""The forward kernel in clusters of two CTAs, for any mask, on a GPU."""
 
 import hypothesis
 import numpy as np
@@ -25,7 +25,7 @@ def in_clusters():
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(mask=masks(), seed=st.integers(0, 2**31), sink=st.booleans())
 def test_random_mask(dtype, group, sm_margin, mask, seed, sink):
-  """With the margin, one cluster has all tiles."""
+  """With the margin, one cluster processes all tiles."""
   shape = (mask.q_len, mask.k_len, 2 * group, 2, 128, 128)
   inputs = make_inputs(np.random.default_rng(seed), DTYPES[dtype], *shape, 0 if sink else None)
   check_attention(inputs, mask, "cuda", forward_only=True, sm_margin=sm_margin)

@@ -1,4 +1,4 @@
-"""Arguments of `dot_product_attention` that say what is visible, all at once."""
+"""Arguments of `dot_product_attention` that determine the visible pairs, all at once."""
 
 import functools
 import itertools
@@ -88,7 +88,7 @@ def _name(value):
   ("names", "masks_are"), in_turns([*_pairs(), *_TRIPLES], ["known", "traced"]), ids=_name
 )
 def test_arguments_intersect(names, masks_are):
-  """Every row that sees nothing is zero, and nothing is NaN."""
+  """Every fully masked row is zero, and nothing is NaN."""
   q, k, v = _arrays()
   options = {key: x for name in names for key, x in ARGUMENTS[name][0].items()}
   arrays = {n: x for n, x in options.items() if isinstance(x, (np.ndarray, AttentionMask, list))}
@@ -113,7 +113,7 @@ def test_arguments_intersect(names, masks_are):
 
 
 def _bias_of_kernel(lengths, dtype, fun, *arguments):
-  """The type of the bias that a call hands to its kernel, as in "f32[3,1,40,40]"; None: none."""
+  """The type of the bias that a call passes to its kernel, as in "f32[3,1,40,40]"; or None."""
   text = str(jax.make_jaxpr(fun)(*arguments))
   letters = {np.dtype(np.float32): "f32", np.dtype(jnp.bfloat16): "bf16"}[np.dtype(dtype)]
   q_len, k_len = lengths
@@ -148,7 +148,7 @@ def test_a_boolean_for_each_query_is_for_all_keys():
 
 
 def test_limit_of_slices():
-  """A checkerboard of blocks has more and more of them."""
+  """A checkerboard of more and more blocks."""
   for blocks, is_few in ((8, True), (16, False)):
     block = np.kron(np.indices((blocks, blocks)).sum(axis=0) % 2, np.ones((8, 8))).astype(bool)
     length = 8 * blocks

@@ -1,4 +1,4 @@
-"""Kernels in command buffers, as XLA calls the CUDA graphs that it captures; on a GPU."""
+"""Kernels in command buffers, which is XLA's name for CUDA graphs that it captures; on a GPU."""
 
 import functools
 
@@ -33,7 +33,7 @@ def _terms(kind):
 
 
 def _calls(program, *operands):
-  """What a program returns: of a few calls, as the first ones are made before the capture."""
+  """The results of several calls of a program, because the first calls run before the capture."""
   for _ in range(5):
     results = program(*operands)
   return results
@@ -104,9 +104,9 @@ def test_softmax():
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_operands_may_be_written_right_before_the_call(head_dim, is_known, is_captured):
-  """The kernels begin before the one in front of them has ended, and read operands at once.
+  """Kernels start before the previous kernel has ended, and read operands at once.
 
-  In front of each is one small kernel of ours; if the mask is traced, one makes its list, too.
+  One small kernel of ours precedes each. If the mask is traced, another one makes its tile list.
   """
   mask = AttentionMask.causal(_LENGTH)
 

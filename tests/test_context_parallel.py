@@ -28,7 +28,7 @@ _COMBINATIONS = list(itertools.product(_SIZES, _DEGREES))
 
 
 def _combination(index):
-  """Each case meets one, and neighbours, which are often alike, others."""
+  """Each case gets one combination, and neighbouring cases, which are often similar, get others."""
   return _COMBINATIONS[7 * index % len(_COMBINATIONS)]
 
 
@@ -79,7 +79,7 @@ def test_queries_in_one_stage_each(overlap_degree, transport, ranks_per_node):
 
 @pytest.mark.parametrize("overlap_degree", in_turns([2, 0, 1, 4], every=4))
 def test_a_ragged_exchange(overlap_degree):
-  """On CPUs, which have none, equal blocks take its place; its tables are those of the key."""
+  """CPUs lack it, so equal blocks replace it. The tables are those of the key."""
   check_all_masks(4, overlap_degree=overlap_degree, transport="ragged")
 
 
@@ -91,7 +91,7 @@ def test_sixteen_devices_in_four_nodes():
 
 
 def _check_own_programs(cp_size, **options):
-  """Each mask through a program of its own: "auto" takes a transport for each."""
+  """Runs each mask in a separate program, because "auto" takes a transport for each."""
   inputs = make_inputs(np.random.default_rng(0), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
   for name in ("documents", "window"):
     key = magi_attn_flex_key(MASKS[name], cp_size=cp_size, **options)
@@ -120,7 +120,7 @@ def test_low_precision(dtype, overlap_degree):
 
 
 def test_stages_are_rounded_once():
-  """Of several stages, out is the truth, rounded: it was not rounded before they were merged."""
+  """The out of several stages is the rounded truth, so it was not rounded before the merge."""
   inputs = make_inputs(
     np.random.default_rng(1), DTYPES["bf16"], LENGTH, LENGTH, 4, 2, 32, 32, num_sinks=2
   )
@@ -152,7 +152,7 @@ def test_options_and_kept_keys():
 
 @pytest.mark.parametrize("transport", ["two_level", "all_gather"])
 def test_gradients_that_travel_in_16_bits(transport):
-  """Each row of a rank's gradients is rounded once for each hop, and sums are not."""
+  """Each row of a rank's gradients is rounded once per hop, and sums are not."""
   mask = MASKS["causal"]
   inputs = make_inputs(np.random.default_rng(5), np.float32, LENGTH, LENGTH, 4, 2, 16, 16)
   key = magi_attn_flex_key(mask, cp_size=8, overlap_degree=2, transport=transport, ranks_per_node=4)
@@ -281,7 +281,7 @@ def test_bad_input_is_named():
 
 
 def _margins(text):
-  """Of forward and backward calls, in a program for GPUs."""
+  """The margins of forward and backward calls, in a program for GPUs."""
   return [
     {int(x) for x in re.findall(rf"jax_magi_attention_{name}.*?sm_margin = (\d+)", text)}
     for name in ("forward", "backward")

@@ -39,7 +39,7 @@ def _needs(needs, num_chunks, k_len):
 
 
 def _rows_token_by_token(needs, ranks, owners, cp_size, width):
-  """Received, sent, received from other nodes, sent to other nodes."""
+  """Rows received, sent, received from other nodes, and sent to other nodes."""
   rows = np.zeros((4, cp_size), np.int64)
   needed = np.stack([needs[ranks == rank].any(axis=0) for rank in range(cp_size)])
   for token, owner in enumerate(owners):
@@ -80,7 +80,7 @@ def test_costs_are_those_of_each_row(seed, width, is_cross):
 
 @pytest.mark.parametrize("width", [2, 6])
 def test_exchanges_are_foreseen(width):
-  """Exactly where keys stay, and those of the search are all pairs of two ranks' units at once."""
+  """The prediction is exact if keys stay. The search examines all pairs of two ranks' units."""
   cp_size, num_chunks = 6, 24
   units, _ = _random_units(0, num_chunks, 5, 90)
   keys = np.arange(19) * 5, _random_ranks(1, 18, cp_size)
@@ -116,7 +116,7 @@ def test_documents_begin_where_nothing_is_seen_across():
 
 
 def test_documents_that_fit_stay_whole():
-  """Each node is filled by one combination only: 6 + 2, 5 + 3, and 4 + 4 chunks."""
+  """Only one combination fills each node: 6 + 2, 5 + 3, and 4 + 4 chunks."""
   sizes = [2, 4, 6, 3, 4, 5]
   document = np.repeat(np.arange(6), sizes)
   ranks = packed(np.ones(24), document, 3, 4)
@@ -129,7 +129,7 @@ def test_documents_that_fit_stay_whole():
 @pytest.mark.parametrize("num_nodes, per_node", [(1, 4), (2, 4), (3, 2), (8, 8)])
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_documents_are_balanced(seed, num_nodes, per_node):
-  """A document that is larger than a node is on nearly all of them; others are on one, mostly."""
+  """A document that is larger than a node is on nearly all nodes. Most others are on one."""
   count, size = num_nodes * per_node * 32, 256
   cu = np.array(random_documents(count * size, seed))
   document = np.searchsorted(cu, np.arange(count) * size, side="right") - 1

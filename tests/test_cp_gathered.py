@@ -1,4 +1,4 @@
-"""Context parallelism without a plan: slices in the graph, and all keys on all ranks."""
+"""Context parallelism without a plan: the step computes slices, and all ranks gather all keys."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ def _on_one_device(operands, dout, sink, ids, window):
 
 
 def _check(mesh, order, window=None, **options):
-  """All packings through one program, against one device."""
+  """Runs all packings through one program, and compares with one device."""
   (*operands, dout), sink = _rows()
   rows = np.arange(_LENGTH)
   if order == "zigzag":
@@ -188,7 +188,7 @@ def test_forward_kernels_run_once_and_keys_are_gathered_again():
 
 
 def test_a_trainers_policy_keeps_the_results():
-  """Saved under its own name inside a scan, no forward kernel runs twice."""
+  """The policy saves them under its own name inside a scan. No forward kernel runs twice."""
   mesh = make_mesh(cp=2)
   x = np.zeros((16, 2, 8), np.float32)
 

@@ -35,7 +35,7 @@ def _programs(nodes, degrees, transports, masks, actions="print"):
 
 
 def _expected(key, action):
-  """Opcode, groups and bytes of all exchanges that the plan names, and how many are alike."""
+  """The opcode, groups and bytes of all exchanges of the plan, with the number of equal ones."""
   ranks = key.spec.ranks
   found = collections.Counter()
 
@@ -64,7 +64,7 @@ def _sorted(groups):
 
 
 def _check(key, text, action):
-  """All that has to be right about a program's collectives."""
+  """Checks the collectives of a program."""
   schedule = overlap.schedule_of(text)
   assert overlap.faults_of(schedule) == []
   exchanges = [c for c in schedule.collectives if c.exchange]
@@ -94,7 +94,7 @@ def _check(key, text, action):
 
 
 def _check_links(key, exchanges, action):
-  """Bytes between nodes and inside them are those of the plan."""
+  """Checks that the bytes between nodes and inside nodes are those of the plan."""
   spec, stats = key.spec, key.stats()
   weight = ROW_BYTES * {"print": 4, "bfloat16": 3, "keep": 3}[action]
   links = [overlap.link_bytes(c, GPUS) for c in exchanges]

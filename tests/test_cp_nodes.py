@@ -1,4 +1,4 @@
-"""Nodes as the caller says, and as the devices of a mesh report them."""
+"""Nodes according to the caller, and according to the devices of a mesh."""
 
 import types
 

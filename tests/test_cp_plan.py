@@ -36,7 +36,7 @@ def _check(key, mask):
 
 
 def _check_crossings(key, done):
-  """A row crosses to a node once, if at all; and only where somebody there needs it."""
+  """A row crosses to a node at most once, and only if a rank there needs it."""
   per_node = key.spec.ranks_per_node
   crossings = [(relay // per_node, token) for relay, token in done.crossings]
   gathers = {hop.kind for hops in key.capacities.hops for hop in hops if hop.level == "node"}
@@ -126,7 +126,7 @@ def test_documents(mask, cp_size, overlap_degree, dispatch, transport, nodes, is
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_assignment(data):
-  """Whoever gets which chunk, for masks with several key ranges a row, and of other keys."""
+  """Any assignment of chunks, for masks with several key ranges per row, and with other keys."""
   cp_size = data.draw(st.integers(1, 5))
   chunks = data.draw(st.integers(1, 4))
   ranks = data.draw(st.permutations(list(range(cp_size)) * chunks))
@@ -149,7 +149,7 @@ def test_one_causal_document_is_even():
 
 
 def random_documents(total, seed, median=3000, largest=0.25):
-  """Cumulative lengths: log-normal, at most a part of the total."""
+  """Cumulative lengths: log-normal, at most a share of the total."""
   rng = np.random.default_rng(seed)
   ends = [0]
   while ends[-1] < total:
@@ -174,7 +174,7 @@ def test_documents_are_even_and_move_little(cp_size, causal):
 
 
 def test_ranks_of_a_node_share_what_crosses():
-  """Between nodes, each pair of ranks moves as many rows as the largest: it shall be small."""
+  """Between nodes, each pair of ranks moves as many rows as the busiest pair, which must be few."""
   documents = random_documents(32 * 2048, 0)
   key = magi_attn_varlen_key(
     documents, causal=True, cp_size=32, ranks_per_node=8, transport="two_level"
@@ -218,7 +218,7 @@ def test_queries_stay_whole_where_merging_is_slow(transport):
 
 
 def test_the_order_of_steps_is_the_one_that_finishes_first():
-  """Gradients of far keys return while near ones are computed with."""
+  """Gradients of far keys return while near keys are in use."""
   mask = AttentionMask.from_cu_seqlens(random_documents(1 << 19, 0), causal=True)
   options = {"cp_size": 64, "ranks_per_node": 8, "transport": "two_level"}
   free = magi_attn_flex_key(mask, overlap_degree=(2,), **options)
@@ -244,7 +244,7 @@ def test_the_degree_follows_the_links():
 
 
 def test_degrees_share_what_ranks_need(monkeypatch):
-  """It is worked out once for each dispatch, however many degrees are tried."""
+  """The needs are computed once per dispatch, even if several degrees are tried."""
   calls = collections.Counter()
 
   def counted(name):

@@ -1,4 +1,4 @@
-"""Context parallelism on real processes, that talk through the loopback device."""
+"""Context parallelism on real processes that communicate over the loopback device."""
 
 import os
 import socket
@@ -45,7 +45,7 @@ def test_processes_check_their_exchange_together():
 
 
 def _outputs(module, count, arguments):
-  """What that many processes print, all of which must succeed."""
+  """The outputs of several processes, all of which must succeed."""
   # Not the flags of conftest.py, which ask for eight devices. Programs run once: optimizing them
   # would take longer.
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(QUICK_FLAGS)}

@@ -1,4 +1,4 @@
-"""The order of kernels and transfers: which steps there are, and that neither of a step waits."""
+"""The order of kernels and transfers: which steps there are, and that none of a step waits."""
 
 import itertools
 
@@ -73,7 +73,7 @@ def test_a_forward_pass_fetches_everything_in_time(num_hops):
 
 
 def _check_forward(num_hops, steps):
-  """The stages of all kernels in order."""
+  """Checks that the kernels process the stages in order."""
   fetched = set()
   computed = []
   for step in steps:
@@ -154,7 +154,7 @@ def test_no_transfer_waits_for_all_attention_nor_all_attention_for_it(overlap_de
 
 
 def test_a_shard_map_takes_no_empty_array():
-  """One that nothing uses crashes jaxlib 0.11.2 as it compiles."""
+  """An unused empty array crashes jaxlib 0.11.2 when it compiles."""
   key = jax_magi.magi_attn_flex_key(
     AttentionMask.full(1024), cp_size=8, overlap_degree=1, transport="all_gather"
   )
@@ -193,7 +193,7 @@ def test_the_kernel_barrier_is_in_the_program_of_a_gpu():
 
 
 def test_stages_without_a_row_to_fetch():
-  """Each has room for one row, and is cut in two in the backward pass."""
+  """Each stage has room for one row, and is divided in two in the backward pass."""
   mesh = make_mesh(cp=4)
   ends = [0, 16, 32, 48, 64]
   key = jax_magi.magi_attn_varlen_key(

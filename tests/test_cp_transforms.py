@@ -1,4 +1,4 @@
-"""Context parallelism in company of other parts of JAX: batches, meshes, scans; tokens in order."""
+"""Context parallelism together with other features of JAX: batches, meshes, scans; token order."""
 
 import functools
 
@@ -125,7 +125,7 @@ def test_whole_arrays_with_batch_and_heads(axis_type, is_stack):
 
 
 def test_heads_exchanged_on_another_axis():
-  """In the manner of Ulysses: rows of `sp` ranks become heads, and cp sees longer parts."""
+  """In the style of Ulysses: rows of `sp` ranks become heads, and cp sees longer parts."""
   mesh = make_mesh(sp=2, cp=4)
   mask = MASKS["documents"]
   key = magi_attn_flex_key(mask, cp_size=4)
@@ -219,7 +219,7 @@ def test_mesh_of_the_context():
 
 
 def test_batches_of_batches():
-  """Microbatches of rows with a mask each: vmap of vmap, in both orders."""
+  """Microbatches of rows with one mask each: vmap of vmap, in both orders."""
   mesh = make_mesh(cp=2)
   masks = [MASKS["documents"], MASKS["window"]]
   keys = [
@@ -278,7 +278,7 @@ def test_lists_are_tokens():
 
 @pytest.mark.parametrize(("keep_remote_kv", "saves"), in_turns([False, True], [False, True]))
 def test_checkpoint_policy_can_keep_the_results_of_ranks(saves, keep_remote_kv):
-  """A policy that saves `CHECKPOINT_NAMES` alone: no forward kernel runs again."""
+  """With a policy that saves only `CHECKPOINT_NAMES`, no forward kernel runs again."""
   key = magi_attn_flex_key(MASKS["documents"], cp_size=4, overlap_degree=1)
   own = "context" if keep_remote_kv else None
   names = () if not saves else [own] if own else jax_magi.CHECKPOINT_NAMES

@@ -52,7 +52,7 @@ def _arrays(*shapes):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_with_a_known_mask(case):
-  """Its tiles are cut elsewhere than those of a traced one, so that results differ in last bits."""
+  """Its tiles differ from those of a traced mask, so results differ in the last bits."""
   check_attention(case.make_inputs("bf16"), case.mask, "cuda", is_mask_known=True, **case.options)
 
 
@@ -77,7 +77,7 @@ def test_short_queries_with_packed_heads(q_len, group, head_dim):
 @pytest.mark.parametrize("group", [2, 3, 6])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_short_tiles_with_packed_heads(group, head_dim):
-  """Documents that end in tiles of few rows; of head_dim 64 in large tiles, as they are long."""
+  """Documents end in tiles of few rows. With head_dim 64, long documents have large tiles."""
   lengths = [193, 160, 225, 97, 65, 328, 32]
   bounds = np.cumsum([0, *lengths])
   shape = (bounds[-1], bounds[-1], 24, 24 // group, head_dim, head_dim)
@@ -124,7 +124,7 @@ def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
   ids=["full", "window", "batch", "short", "causal", "few_heads", "one_block_a_tile", "odd_group"],
 )
 def test_much_work_is_done_in_clusters(mask, heads, batch, cluster_size, tmp_path):
-  """By the name of the forward kernel that ran."""
+  """The name of the forward kernel that ran tells."""
   q_shape, k_shape = ((batch, mask.q_len, num_heads, 128) for num_heads in heads)
   arrays = _arrays(q_shape, k_shape, k_shape)
   fun = functools.partial(jax_magi.attention, mask=mask, implementation="cuda")
@@ -151,7 +151,7 @@ _TWO_RANGES = AttentionMask.from_ranges([[0, 3000], [3500, 7000]], [[0, 512], [0
   ids=["parts_of_dk_and_dv", "heads_in_turn", "two_slices"],
 )
 def test_clusters_compute_what_others_do(mask, batch, num_kv_heads, num_parts):
-  """Those of a traced mask have no clusters; one list of tiles serves all rows of a batch."""
+  """A traced mask has no clusters. One tile list serves all rows of a batch."""
   group = 3
   shape = {"batch": batch, "num_kv_heads": num_kv_heads, "group": group}
   assert _is_for_clusters(mask, 128)
@@ -178,7 +178,7 @@ def _is_for_clusters(mask, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_one_block_of_threads_for_all_tiles(head_dim, has_alibi):
-  """What it prepares for the next tile while it ends one; some see nothing, two in a row too."""
+  """A CTA prepares the next tile while it ends one. Some tiles see nothing, even two in a row."""
   slices = [(0, 300, 0, 700, -40, 90), (300, 310, 1000, 1001, -(2**30), 2**30)]
   mask = AttentionMask(np.array(slices, np.int32), 320, 1200)
   shape = (mask.q_len, mask.k_len, 6, 3, head_dim, head_dim)
@@ -234,7 +234,7 @@ def test_short_queries_in_a_batch():
 
 
 def _check_gradients_of_sum(gradients, operands, mask):
-  """Holds dq, dk and dv of out.sum() to the accuracy rule."""
+  """Checks dq, dk and dv of out.sum() by the accuracy rule."""
   q, k, v = (np.asarray(x) for x in operands)
   dout, dlse = np.ones((*q.shape[:2], v.shape[2]), q.dtype), np.zeros(q.shape[:2], np.float32)
   inputs = Inputs(q, k, v, None, dout, dlse)
@@ -321,7 +321,7 @@ def _check_large_gradients(q, k, v, mask, bounds):
 
 @pytest.mark.parametrize("is_scan", [False, True])
 def test_layers_share_the_list_of_a_traced_mask(is_scan):
-  """XLA makes one operation of theirs, forward and backward each; in a loop it is in the body."""
+  """XLA merges the operations of all layers, one for each pass. In a loop, it is in the body."""
   mask = AttentionMask.from_cu_seqlens([0, 100, 350, 400], causal=True)
   q, k, v = _arrays((400, 4, 64), (400, 2, 64), (400, 2, 64))
 

@@ -1,4 +1,4 @@
-"""The NumPy computation that tests compare with is the specification, and an honest yardstick."""
+"""The NumPy computation that tests compare with follows the specification, and is exact enough."""
 
 import collections
 import dataclasses
@@ -47,7 +47,7 @@ _softmax_cases = pytest.mark.parametrize(
 
 
 def _specified(inputs, mask, options, dtype):
-  """Results and gradients of `reference.attention`, computed in a dtype by XLA."""
+  """The results and gradients of `reference.attention`, computed in a dtype by XLA."""
 
   def fun(q, k, v, sink, bias, slopes):
     terms = {"sink": sink, "bias": bias, "alibi_slopes": slopes}
@@ -103,7 +103,7 @@ def test_softmax_is_the_specification(case):
 
 
 def _mean_error(x, truth):
-  """Root mean square, of what is finite."""
+  """The root mean square error of finite values."""
   x, truth = np.asarray(x).astype(np.float64), np.asarray(truth)
   finite = np.isfinite(truth)
   return np.sqrt(np.mean((x[finite] - truth[finite]) ** 2))
@@ -111,7 +111,7 @@ def _mean_error(x, truth):
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.long)])
 def test_plain_computation_is_as_exact_as_that_of_xla(dtype):
-  """It sets the tolerance of every test: were it less exact, tests would allow more."""
+  """It sets the tolerance of every test. If it were less exact, tests would allow more."""
   ratios = collections.defaultdict(list)
   for case in CASES:
     inputs, mask, options = case.make_inputs(dtype), case.case.mask, case.case.options

@@ -1,4 +1,4 @@
-"""AttentionMask.from_dense: slices that show what booleans show."""
+"""AttentionMask.from_dense: slices that make the same pairs visible as booleans."""
 
 import hypothesis
 import jax
@@ -26,7 +26,7 @@ def test_dense_masks_without_any_order(shape, seed, share):
 
 
 def test_stairs():
-  """Rows that see a range of keys, whose ends move by steps of any width."""
+  """Rows that see a range of keys whose ends move by steps of any width."""
   rng = np.random.default_rng(0)
   for _ in range(300):
     q_len, k_len = rng.integers(1, 12, 2)
@@ -46,7 +46,7 @@ def test_dense_masks_have_few_slices(case):
 
 
 def test_large_dense_masks():
-  """A cover that would need too many slices is given up early: this one has millions."""
+  """A cover that would need too many slices is abandoned early. This one would need millions."""
   assert len(AttentionMask.from_dense(np.tri(4096, dtype=bool)).slices) == 1
   scattered = np.random.default_rng(0).random((4096, 4096)) < 0.5
   assert cover(scattered, max_slices=512) is None

@@ -1,4 +1,4 @@
-"""Gradients that are the same in every run: dq is added to in a fixed order, on a GPU."""
+"""Gradients that are equal in every run, because dq is summed in a fixed order; on a GPU."""
 
 import functools
 
@@ -53,7 +53,7 @@ _MASKS = {
 
 
 def _gradients(mask, is_known, **options):
-  """A function of q, k, v and dout."""
+  """The gradients, as a function of q, k, v and dout."""
 
   def run(q, k, v, dout, mask):
     def fun(q, k, v):
@@ -94,7 +94,7 @@ def test_runs_are_equal_bit_for_bit(head_dim, name, is_known):
 @pytest.mark.parametrize("name", ["causal", "many_documents"])
 @pytest.mark.parametrize("heads", [(1, 1), (24, 1), (16, 16)])
 def test_other_heads(heads, name):
-  """With one head the table of visits may have few units."""
+  """With one head, the table of visits may have few units."""
   operands = _operands(*heads, 64)
   first = _gradients(_MASKS[name], True)(*operands)
   for sm_margin in (0, 100, 131):
@@ -110,7 +110,7 @@ def test_softcap():
 
 
 def test_batch_with_a_mask_for_each_row():
-  """Tiles of all rows are in one list."""
+  """One list has the tiles of all rows."""
   names = ("documents", "block_causal", "out_of_order")
   operands = [jnp.stack([x, x * 2, -x]) for x in _operands(4, 4, 64)]
   num_slices = max(_MASKS[name].slices.shape[0] for name in names)
@@ -137,7 +137,7 @@ def test_batch_with_a_mask_for_each_row():
 
 @pytest.mark.parametrize("num_documents", [5, 300, 1500])
 def test_the_device_makes_the_same_list_every_time(num_documents):
-  """Sorted by number of blocks, tiles of as many in their order; by few threads and by many."""
+  """Sorted by number of blocks, equal tiles in order; with few threads and with many."""
   length = 12000
   mask = AttentionMask.from_cu_seqlens(np.linspace(0, length, num_documents + 1, dtype=np.int32))
   options = {"is_backward": True, "group": 1, "head_dim": 64, "deterministic": True}

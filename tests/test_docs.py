@@ -1,4 +1,4 @@
-"""The documentation names files and functions that are there, and its code runs."""
+"""The files and functions that the documentation names exist, and its code runs."""
 
 import re
 import subprocess

@@ -280,7 +280,7 @@ _DOCUMENTS = np.repeat([[7, 3, 0], [0, 2**31 - 1, 9]], [6, 5, 5], axis=1)
 @pytest.mark.parametrize("padding_id", [-1, 0, None])
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_numbers_of_documents_as_pipelines_have_them(padding_id, is_traced):
-  """From 0, numbers of a corpus in any order, and padding that is -1, 0 or not there."""
+  """From 0, or numbers of a corpus in any order; padding is -1, 0 or absent."""
   q = normal(2, 16, 2, 8)
   ids = _DOCUMENTS.copy()
   if padding_id == -1:
@@ -312,7 +312,7 @@ def test_new_numbers_compile_nothing():
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32])
 def test_numbers_that_32_bits_cannot_hold(dtype):
-  """Different ones must not become the same."""
+  """Different numbers must not become equal."""
   ids = np.repeat(np.array([2**31 + 1, 2**31 + 2], dtype), 8)[None]
   q = normal(1, 16, 2, 8)
 

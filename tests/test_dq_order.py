@@ -18,7 +18,7 @@ def _cost(mask, **options):
 
 
 def test_who_waits_for_nobody_loses_nothing():
-  """Under a window, a tile comes to its queries a tile's length after the one before it."""
+  """Under a window, a tile reaches its queries one tile length after the tile before it."""
   assert _cost(MASKS["window"](4096)) == pytest.approx(1.0, abs=0.02)
 
 
@@ -28,14 +28,14 @@ def test_causal_tiles_wait_less_if_heads_take_few_queries_in_turn():
 
 
 def test_any_order_takes_as_long_as_its_blocks():
-  """Of 32 tiles, 48 heads and 52 blocks, on 132 multiprocessors."""
+  """32 tiles, 48 heads and 52 blocks, on 132 multiprocessors."""
   time = simulate(AttentionMask.full(4096), ordered=False, in_turn=2048, num_parts=1)
   assert 2.9 * 32 * 48 * 52 / 132 < time < 1.1 * 2.9 * 32 * 48 * 52 / 132
 
 
 @pytest.mark.parametrize("name", ["varlen_causal", "varlen_block_causal"])
 def test_documents_do_not_wait_for_their_neighbours(name):
-  """Blocks that reach into the document before add zeros there, for which nobody waits."""
+  """Blocks that reach into the previous document add zeros there, and no tile waits for these."""
   assert _cost(MASKS[name](8192), in_turn=640) < 1.06
 
 

@@ -1,4 +1,4 @@
-"""`check_exchange`: it passes what is right, and notices what is not."""
+"""`check_exchange` accepts what is right, and detects what is wrong."""
 
 import dataclasses
 import itertools

@@ -87,7 +87,7 @@ _SOFTMAX_ATTRIBUTES = {"scale": _F32(1), "lo": np.int32(-(2**31)), "hi": np.int3
 
 
 def _run(target, operands, results, attributes, change, aliases=None):
-  """Running results are further operands; `aliases` maps operands to results, by index."""
+  """Calls a target. Running results are operands; `aliases` maps operands to results, by index."""
   running = {name: x for name, x in change.items() if name.startswith("running")}
   change = {name: x for name, x in change.items() if name not in running}
   assert change.keys() <= operands.keys() | results.keys() | attributes.keys()
@@ -271,14 +271,14 @@ def test_wrongly_typed_attribute_is_an_error(run, name, wrong, expected):
 
 
 def test_a_million_slices_are_accepted():
-  """None of them shows anything."""
+  """None of them makes a pair visible."""
   _forward({"slices": ((1, 1 << 20, 6), np.int32)})
   _backward({"slices": ((1, 1 << 20, 6), np.int32)})
 
 
 @pytest.mark.parametrize("edge", [-(2**31), 2**31 - 1, 2**30, -1])
 def test_wild_slices_are_clipped_to_the_arrays(edge):
-  """Every number of a slice at an edge of what it may be; results are finite."""
+  """Every number of a slice is at an extreme. Results are finite."""
   rng = np.random.default_rng(0)
   q, k, v = (rng.standard_normal((1, 8, heads, 16)).astype(_F32) for heads in (4, 2, 2))
   rest = np.full((1, 4), -np.inf, _F32), np.zeros((0, 0, 0, 0), _F32), np.zeros((0, 0), _F32)
@@ -294,6 +294,6 @@ def test_wild_slices_are_clipped_to_the_arrays(edge):
 
 
 def test_lists_are_not_read_by_kernels_that_need_none():
-  """Those of CPUs take any list of tiles, as they take none."""
+  """CPU kernels accept any tile list, because they do not use it."""
   _forward({"tile_list": ((7,), np.int32), "tile_stamp": np.int32(-1)})
   _backward({"tile_list": ((7,), np.int32), "num_dkv_parts": np.int32(77)})

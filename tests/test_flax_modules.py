@@ -34,7 +34,7 @@ def _dense(*, is_causal, is_padded):
 
 
 def _slices(*, is_causal, is_padded):
-  """The same as an `AttentionMask` with slices for each row; traced, as a data pipeline has it."""
+  """The same mask as an `AttentionMask` with slices for each row, traced, as in a data pipeline."""
   ids = TOKENS if is_padded else np.ones_like(TOKENS)
 
   def of_row(ids):
@@ -195,7 +195,7 @@ def test_masks_of_numbers_are_those_of_flax(dtype):
 
 
 class _Sowing(nn.Module):
-  """Flax's module in one that keeps max_logits for the optimizer."""
+  """A module around Flax's that keeps max_logits for the optimizer."""
 
   @nn.compact
   def __call__(self, x, mask):

@@ -1,4 +1,4 @@
-"""The runner of the GPU tests, on a small project of its own that needs no GPU."""
+"""The runner of the GPU tests, on a small separate project that needs no GPU."""
 
 import importlib.util
 import re
@@ -88,7 +88,7 @@ def _run(project, call, tests, sanitizers=(), is_over=lambda: False):
 
 
 def _row(text, name):
-  """Passed, failed, skipped, not run."""
+  """The numbers of tests that passed, failed, were skipped, and were not run."""
   (row,) = re.findall(rf"^{re.escape(name)}((?: +\d+){{4}}) +[\d.]+$", text, re.MULTILINE)
   return [int(number) for number in row.split()]
 

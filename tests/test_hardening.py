@@ -167,7 +167,7 @@ def _traced_masks(slices, ids):
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_values_are_the_same_with_promotion(implementation):
-  """All tests run without; see `conftest.py`."""
+  """All other tests run without promotion; see `conftest.py`."""
   fun = jax.value_and_grad(functools.partial(_everything, implementation=implementation), (0, 3))
   expected = quick_jit(fun)(*_operands())
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

@@ -37,7 +37,7 @@ def _inputs(mask, heads, head_dim, dtype="bf16"):
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_of_all_weights(head_dim, group, sm_margin):
-  """One call; with the last margin, one block of threads takes all parts in turn."""
+  """One call. With the last margin, one CTA processes all parts in turn."""
   mask = mask_of_weights(_COLUMNS[head_dim])
   inputs = _inputs(mask, (2 * group, 2), head_dim)
   check_stages(inputs, mask, ((0, mask.k_len),), "cuda", sm_margin=sm_margin)
@@ -98,7 +98,7 @@ def _operands(mask, heads, head_dim, batch=1):
 @pytest.mark.parametrize("group", [1, 2, 6])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_of_keys_that_nobody_sees_are_zero(head_dim, group):
-  """Whatever was in their memory: padding behind the keys, and rows of tiles that are cut."""
+  """Regardless of their previous memory: padding after the keys, and rows of tiles that are cut."""
   mask = mask_of_weights(_COLUMNS[head_dim], padding=700)
   operands = _operands(mask, (2 * group, 2), head_dim)
   config = ops.AttentionConfig(0.1, implementation="cuda")
@@ -151,7 +151,7 @@ def test_batch(heads, is_shared):
 
 
 def test_deterministic_runs_are_equal_bit_for_bit():
-  """They cut nothing."""
+  """Deterministic calls cut no tile."""
   mask = mask_of_weights(80)
   operands = _operands(mask, (12, 2), 128)
   config = ops.AttentionConfig(0.1, deterministic=True, implementation="cuda")
@@ -163,7 +163,7 @@ def test_deterministic_runs_are_equal_bit_for_bit():
 
 @pytest.mark.parametrize("num_tiles", [9, 200, 2000])
 def test_the_list_tells_heavy_tiles(num_tiles):
-  """By few threads and by many, and with so many tiles that a thread has several."""
+  """With few threads and with many, and with so many tiles that a thread has several."""
   rng = np.random.default_rng(num_tiles)
   num_blocks = rng.integers(0, 40, num_tiles)
   ends = 128 * np.arange(1, num_tiles + 1)

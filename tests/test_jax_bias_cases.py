@@ -38,7 +38,7 @@ COMBINATIONS = {
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def platform(request):
-  """Where a test runs."""
+  """The platform that a test runs on."""
   with jax.default_device(jax.devices(request.param)[0]):
     yield
 
@@ -49,7 +49,7 @@ def _shape(letters):
 
 
 def _bool_mask(letters, seed=0):
-  """Of which every row of each window sees a key."""
+  """A mask in which every row of each window sees a key."""
   mask = np.random.default_rng(seed).random(_shape(letters)) < 0.6
   mask[..., ::3] = True
   return mask
@@ -63,7 +63,7 @@ def _arrays(heads, dtype, lead=(BATCH,)):
 
 
 def _call(fun, options):
-  """(out, lse) of q, k, v, bias and mask; lse is 0 past a query's length, where JAX's is not."""
+  """(out, lse) of q, k, v, bias and mask. lse is 0 after the query length, unlike JAX's."""
 
   def attention(q, k, v, bias, mask):
     out, lse = fun(q, k, v, bias, mask, return_residual=True, **options)

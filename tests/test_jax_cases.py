@@ -50,7 +50,7 @@ def _run(attention, q, k, v, dout):
 
 
 def _attention(implementation, options):
-  """(out, lse), the latter zero in rows past the query's length, where JAX's means nothing."""
+  """(out, lse). lse is zero in rows after the query length, where JAX's has no meaning."""
   is_ours = implementation == "ours"
   fun = jax_magi.dot_product_attention if is_ours else jax.nn.dot_product_attention
   options = options if is_ours else {**options, "implementation": "xla"}

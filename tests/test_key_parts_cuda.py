@@ -30,7 +30,7 @@ _DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 
 
 def _check(mask, shape, dtype="bf16", num_sinks=None, sm_margin=0, is_known=False, **options):
-  """Holds results to the rule, and to be another sum than that of whole tiles, one at a time."""
+  """Checks results by the rule, and that they are summed differently from whole tiles."""
   terms = {name: options.pop(name) for name in ("bias", "has_alibi") if name in options}
   rng = np.random.default_rng(0)
   inputs = make_inputs(rng, DTYPES[dtype], mask.q_len, mask.k_len, *shape, num_sinks, **terms)
@@ -94,7 +94,7 @@ def test_a_batch_of_masks():
 
 
 def test_runs_are_equal_bit_for_bit():
-  """Whichever part is done last."""
+  """Regardless of which part finishes last."""
   q, k, v = _arrays((300, 12, 128), (4000, 2, 128))
   fun = functools.partial(
     jax_magi.attention, mask=AttentionMask.full(300, 4000), implementation="cuda"
@@ -107,7 +107,7 @@ def test_runs_are_equal_bit_for_bit():
 
 
 def test_a_mask_that_a_batch_shares():
-  """Results are those of whole tiles, but for the last bits."""
+  """Results equal those of whole tiles, except for the last bits."""
   q, k, v = _arrays((3, 40, 4, 64), (3, 3000, 2, 64))
   mask = AttentionMask.causal(40, 3000)
 
@@ -124,7 +124,7 @@ def test_a_mask_that_a_batch_shares():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_key_that_is_not_finite(value):
-  """Is seen by all, whichever part has it."""
+  """All queries see it, in whichever part it is."""
   q, k, v = (jnp.abs(x) for x in _arrays((100, 2, 64), (3000, 2, 64)))
   k = k.at[1700, 0].set(value)
   mask = AttentionMask.full(100, 3000)

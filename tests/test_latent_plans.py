@@ -51,7 +51,7 @@ def test_plans_for_latents_move_more_rows_and_balance_better(cp_size):
 
 @pytest.mark.parametrize("cp_size", [8, 16])
 def test_plans_that_price_expansion_expand_fewer_rows(cp_size):
-  """They finish earlier, too, by a prediction that knows what expansion costs."""
+  """By a prediction that knows the cost of expansion, they also finish earlier."""
   free = MODEL.for_rows(LATENTS)
   links = free.for_expand(_expand, LATENTS)
   keys = [

@@ -1,4 +1,4 @@
-"""Ranks that exchange latents compute what one device does of expanded keys and values."""
+"""Ranks that exchange latents compute the same as one device with expanded keys and values."""
 
 import collections
 import functools
@@ -59,7 +59,7 @@ def test_options(options):
 
 @pytest.mark.parametrize(("overlap_degree", "keeps"), in_turns([2, 4, 1], [False, True], every=2))
 def test_stages_of_whole_queries(overlap_degree, keeps):
-  """Forward stages expand all rows that came so far; backward stages those of one transfer."""
+  """Forward stages expand all rows that have arrived; backward stages those of one transfer."""
   options = {"overlap_degree": (overlap_degree,), "links": jax_magi.Links(merge_seconds=1.0)}
   key = magi_attn_flex_key(MASKS["documents"], cp_size=4, **options)
   assert key.whole_slices is not None
@@ -73,7 +73,7 @@ def test_one_rank():
 
 
 def test_low_precision():
-  """Of latents in bfloat16, within the rule: twice the error of the plain computation."""
+  """Latents in bfloat16, within the rule: twice the error of the plain computation."""
   mask = MASKS["documents"]
   operands = make_operands(np.random.default_rng(1), LENGTH, DTYPES["bf16"])
   wide = jax.tree.map(lambda x: np.asarray(x, np.float32), operands)
@@ -84,7 +84,7 @@ def test_low_precision():
 
 
 def test_rows_of_several_dtypes_travel_as_they_are():
-  """Positions, flags and numbers of two sizes: the last have gradients in their dtypes."""
+  """Positions, flags and floats of two sizes. Only floats have gradients, in their dtypes."""
   mask = MASKS["documents"]
   key = magi_attn_flex_key(mask, cp_size=4, overlap_degree=2)
   rng = np.random.default_rng(2)
@@ -266,7 +266,7 @@ def test_layers_in_a_scan_with_checkpoint_and_vmap(transport):
 
 
 def test_one_device_keeps_latents_alone():
-  """Results and gradients are those of expanded keys, which are nowhere among what is kept."""
+  """Results and gradients equal those of expanded keys, which are not among the residuals."""
   mask = MASKS["documents"]
 
   def attend(q, latent, params):
@@ -323,7 +323,7 @@ def test_bad_input_is_named():
 
 
 def test_replicated_parameters_in_a_loop_must_vary():
-  """What `expand` passes to a loop; elsewhere, its parameters are made to vary for it."""
+  """If `expand` passes them to a loop. Elsewhere, they are made to vary automatically."""
   key = magi_attn_flex_key(AttentionMask.causal(96), cp_size=4)
   mesh = make_mesh(cp=4)
 

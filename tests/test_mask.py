@@ -59,7 +59,7 @@ def test_block_causal():
 
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_documents_whose_queries_and_keys_are_not_as_many(is_traced):
-  """Causal from the first tokens of each, or up to the last ones."""
+  """Causal, aligned to the first tokens of each document, or to the last."""
   cu_q, cu_k = np.array([0, 3, 9, 9, 14]), np.array([0, 6, 8, 11, 16])
   ids, kv_ids = (np.repeat(np.arange(1, 5), np.diff(cu)) for cu in (cu_q, cu_k))
   i, j = np.arange(14)[:, None], np.arange(16)[None, :]

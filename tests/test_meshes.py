@@ -41,7 +41,7 @@ _CASES = {}
 
 
 def _case(*operands, name=None):
-  """A function of a mesh and of operands, each given with how it lies on the mesh."""
+  """A function of a mesh and of operands, each with its sharding."""
 
   def add(fun):
     _CASES[name or fun.__name__] = (fun, operands)
@@ -352,7 +352,7 @@ def _run(case, mesh, *operands):
 
 @functools.cache
 def _expected(case):
-  """Results on no mesh, for all meshes."""
+  """The results without a mesh, to compare all meshes with."""
   _, operands = _CASES[case]
   return _run(case, _make_mesh("auto"), *(x for x, _ in operands))
 

@@ -1,4 +1,4 @@
-"""Mistakes that are easy to make say which argument is meant, and what to do instead."""
+"""Errors for common mistakes name the argument, and say what to do instead."""
 
 import contextlib
 

@@ -34,7 +34,7 @@ def _inputs(seed=0, head_dim=64, value_dim=64):
 
 
 def _masks():
-  """All keys, and the same in three parts: none of the first hundred rows sees the last one."""
+  """All keys, and the same in three parts: none of the first hundred rows sees the last part."""
   whole = AttentionMask.causal(_LENGTH)
   bounds = [(0, 100), (100, 217), (217, _LENGTH)]
   parts = [(slice(*b), whole.crop(0, _LENGTH, *b).slices[None]) for b in bounds]
@@ -80,7 +80,7 @@ def test_float32_results_round_to_what_others_get(implementation, dims, softcap)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_parts_of_the_keys_make_the_whole(implementation, deterministic):
-  """Partial results, merged by lse and summed, are as near to the truth as those of one call."""
+  """Partial results, merged by lse and summed, are as close to the truth as those of one call."""
   q, k, v, dout, dlse = _inputs()
   slices, parts = _masks()
   config = ops.AttentionConfig(_SCALE, deterministic=deterministic, implementation=implementation)

@@ -1,4 +1,4 @@
-"""QK-Clip on parameters: gamma, clipped weights, what is reported."""
+"""QK-Clip on parameters: gamma, clipped weights, reports."""
 
 import logging
 
@@ -143,7 +143,7 @@ NOPE, ROPE, VALUE, RANK, MLA_HEADS = 6, 4, 5, 12, 3
 
 
 def _mla(is_merged):
-  """Parameters as they are in practice: q's parts in one kernel, k's and v's in another."""
+  """Parameters as in practice: the parts of q in one kernel, those of k and v in another."""
   params = {
     "q_b": {"kernel": normal(RANK, MLA_HEADS, NOPE + ROPE, seed=0)},
     "kv_b": {"kernel": normal(RANK, MLA_HEADS, NOPE + VALUE, seed=1)},
@@ -330,7 +330,7 @@ def test_low_precision_weights_are_rounded_once(dtype):
 
 
 def test_measured_by_attention_and_clipped_under_scan_over_layers():
-  """The whole loop: our attention's max_logits, clip, our attention again."""
+  """The whole loop: max_logits of our attention, clip, our attention again."""
   num_layers, num_heads, tau = 3, 4, 30.0
   params = make_kernels(num_heads, 2, layers=(num_layers,))
   params["q"]["kernel"][1, :, 2] *= 40.0
@@ -384,7 +384,7 @@ def test_maximum_that_is_not_above_the_threshold_clips_nothing(value):
 
 
 def _broken(value):
-  """Head 1 of 4 is broken, head 3 is hot; pairs of heads share a key head."""
+  """Head 1 of 4 is invalid, head 3 is above the threshold; pairs of heads share a key head."""
   return np.array([10.0, value, 10.0, 400.0], np.float32)
 
 

@@ -1,4 +1,4 @@
-"""QK-Clip: every mistake a caller can make is named."""
+"""QK-Clip: every mistake of a caller is named."""
 
 import numpy as np
 import pytest

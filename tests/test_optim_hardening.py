@@ -1,4 +1,4 @@
-"""QK-Clip where dtypes are mixed or strange, and names are ambiguous."""
+"""QK-Clip with mixed or unusual dtypes, and ambiguous names."""
 
 import math
 

@@ -71,12 +71,12 @@ def test_nan_on_one_device_is_not_lost(device):
 
 
 def _qkv(params, x):
-  """Of one layer, for a batch."""
+  """q, k and v of one layer, for a batch."""
   return [jnp.einsum("bte,ehd->bthd", x, params[name]) for name in ("q", "k", "v")]
 
 
 def _batch_statistics(params, x):
-  """[layers, batch, heads] of a scan over layers, each layer's input the last one's output."""
+  """[layers, batch, heads] of a scan over layers; each layer's input is the output before it."""
 
   def layer(x, params):
     q, k, v = _qkv(params, x)
@@ -112,7 +112,7 @@ def test_data_parallel_clips_as_one_device_does():
 
 
 def test_data_and_context_parallel_maximum_is_the_global_one():
-  """Batch over one mesh axis, queries over another: only the maximum over both is the right one."""
+  """The batch is split over one mesh axis, and queries over another: only both together count."""
   params, x = make_params(), 0.1 * normal(4, 32, EMBED, seed=7)
   layer = {name: params[name][0] for name in ("q", "k", "v")}
   q, k, v = _qkv(layer, x)

@@ -1,4 +1,4 @@
-"""QK-Clip where one parameter holds several projections."""
+"""QK-Clip for parameters that hold several projections."""
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def test_queries_keys_and_values_in_one_stacked_kernel():
 
 
 def test_parts_and_dims_of_one_parameter():
-  """Products of queries and keys are divided by gamma also where both are a part of a part."""
+  """Products of queries and keys are divided by gamma even if both are a part of a part."""
   fused = normal(2, 8, 4, 6)
   layout = "parts embed -> heads dim"
   sides = (Projection("fused", layout, index=0, dims=(d, d + 3)) for d in (0, 3))

@@ -357,7 +357,7 @@ def test_bad_matrices_are_named(matrices, match):
 
 
 def test_unrolled_layers_with_biases():
-  """Layers counted by {layer}; the bias is clipped, but is no matrix."""
+  """Layers are counted by {layer}. The bias is clipped, but is no matrix."""
   params = {
     f"block_{i}": {
       n: {"kernel": normal(EMBED, 32, seed=i), "bias": normal(32, seed=9)} for n in "qk"

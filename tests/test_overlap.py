@@ -1,4 +1,4 @@
-"""What the overlap tool says of profiles."""
+"""The reports of the overlap tool on profiles."""
 
 import json
 import subprocess
@@ -335,7 +335,7 @@ def test_picture_shows_hidden_and_exposed(tmp_path):
   assert [label.get_text() for label in axes.get_yticklabels()] == [COMPUTE, TRANSFER]
 
   def length(label):
-    """Of all bars of this colour, in ms."""
+    """The total length of all bars of this colour, in ms."""
     bars = [c for c in axes.collections if c.get_label() == label]
     boxes = [path.get_extents() for c in bars for path in c.get_paths()]
     return sum(box.width for box in boxes)

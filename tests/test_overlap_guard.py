@@ -82,7 +82,7 @@ def test_matmuls_are_not_what_an_exchange_hides_behind():
 
 
 def test_what_nothing_can_hide_is_right():
-  """Without overlap, there is one transfer, which the one kernel waits for."""
+  """Without overlap, there is one transfer, and the only kernel waits for it."""
   for kind in KINDS:
     more = _in_scope(kind, SINGLE)
     start, done = "all-to-all-start", "all-to-all-done"
@@ -131,7 +131,7 @@ def test_a_ragged_exchange_is_known_by_what_it_takes():
 
 
 def test_a_ragged_exchange_of_what_attention_made_is_not_ours():
-  """Such as that of experts, whose offsets depend on what attention returned."""
+  """For example an exchange of experts, whose offsets depend on the result of attention."""
   attention = _attention("a", operand="zeros")
   offsets = _OFFSETS.replace("%p", "%a")
   lines = [_ZEROS, attention, offsets, *_ITEMS, *_ragged()]
@@ -139,7 +139,7 @@ def test_a_ragged_exchange_of_what_attention_made_is_not_ours():
 
 
 def test_a_ragged_exchange_that_became_an_all_gather_is_rejected():
-  """Over nodes, XLA gathers the rows of all of them, and exchanges what there is in each."""
+  """Over several nodes, XLA gathers the rows of all of them, and exchanges the rest inside each."""
   start, done = _ragged(rows="view")
   view = "%view = f32[64]{0} bitcast(%all-gather-done)"
   lines = [_OFFSETS, *_ITEMS, _start(), _attention("a"), _done(), view]

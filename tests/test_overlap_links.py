@@ -50,7 +50,7 @@ def _collective(opcode, shape, groups):
 
 
 def _ids(groups):
-  """As XLA lists them."""
+  """Groups in the format of XLA."""
   return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}"
 
 

@@ -1,4 +1,4 @@
-"""What the overlap tool says of the order of compiled programs."""
+"""The reports of the overlap tool on the order of compiled programs."""
 
 import json
 from pathlib import Path

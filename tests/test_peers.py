@@ -1,4 +1,4 @@
-"""Peers in benchmarks: those here are timed, others named with a reason, and none ends a run."""
+"""Peers in benchmarks: available ones are timed, others listed with a reason; none ends a run."""
 
 import dataclasses
 import json
@@ -183,7 +183,7 @@ def test_results_and_plots_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ours_anywhere(monkeypatch):
-  """The benchmark of GPUs, with ours wherever it runs."""
+  """The benchmark for GPUs, with our implementation on any device."""
   monkeypatch.setattr(attention_gpu, "_ours", lambda mask, **_: _attend(mask))
   monkeypatch.setattr(attention_gpu, "MODELS", [(16, 2, 1)])
   monkeypatch.setattr(attention_gpu, "matrix_product_rate", lambda: 1.0)

@@ -15,7 +15,7 @@ _TREES = {  # Parents and lengths.
 
 @pytest.mark.parametrize("tree", _TREES)
 def test_prefix_tree_is_its_sequences(tree):
-  """Attention over the tree is that over each root-to-leaf sequence on its own."""
+  """Attention over the tree equals that over each root-to-leaf sequence on its own."""
   parents, lengths = map(np.array, _TREES[tree])
   mask = AttentionMask.prefix_tree(parents, lengths)
   if tree != "out_of_order":

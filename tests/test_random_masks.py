@@ -1,4 +1,4 @@
-"""Random slice masks against the float64 reference."""
+"""Random slice masks, compared with the float64 reference."""
 
 import hypothesis
 import numpy as np

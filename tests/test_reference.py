@@ -25,7 +25,7 @@ _INTERNAL = {
 
 
 def _public():
-  """Full name of each public object; what two modules export counts once."""
+  """The full name of each public object. An object that two modules export counts once."""
   found = {}
   for module in _MODULES:
     for name in module.__all__:
@@ -37,7 +37,7 @@ def _public():
 
 
 def _methods(cls):
-  """Public methods and properties that the class itself defines."""
+  """The public methods and properties that the class itself defines."""
   if issubclass(cls, enum.Enum):
     return set()
   kinds = (classmethod, staticmethod, property)
@@ -50,7 +50,7 @@ def _methods(cls):
 
 
 def _documented():
-  """Full name of each entry, and the text up to the next one."""
+  """The full name of each entry, with the text up to the next entry."""
   entries = {}
   for page in PAGES:
     pieces = re.split(r"^::: ([\w.]+)$", page.read_text(), flags=re.MULTILINE)

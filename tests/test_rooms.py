@@ -1,4 +1,4 @@
-"""The layout: who may know whom, in Python and in C++. A new edge is a decision, made here."""
+"""The layout: which room may import which, in Python and C++. New edges are decided here."""
 
 import ast
 import re
@@ -82,7 +82,7 @@ def _module_name(path: Path) -> str:
 
 
 def _imports(path: Path):
-  """Modules of this project that a file imports, each as deep as the statement says."""
+  """The modules of this project that a file imports, as deep as the statement says."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom):
       assert node.level == 0, f"{path}: imports are absolute"

@@ -1,4 +1,4 @@
-"""What the compiler made of the Hopper kernels: it can halve their speed without a word."""
+"""The machine code of the Hopper kernels: the compiler can silently halve their speed."""
 
 import collections
 import concurrent.futures
@@ -18,7 +18,7 @@ from jax_magi._src.overlap.kinds import Kind, kernel_kind
 
 
 def _search_path() -> str:
-  """Where the tools may be: in a CUDA toolkit, or in the wheels that NVIDIA makes of them."""
+  """Where the tools may be: in a CUDA toolkit, or in NVIDIA's wheels of them."""
   spec = importlib.util.find_spec("nvidia")
   roots = spec.submodule_search_locations if spec else None
   wheels = [str(folder) for root in roots or () for folder in Path(root).glob("*/bin")]
@@ -27,7 +27,7 @@ def _search_path() -> str:
 
 @functools.cache
 def _library_and_environment() -> tuple[Path, dict[str, str]]:
-  """What cuobjdump is asked of, and where it finds itself and nvdisasm."""
+  """The library to inspect, and an environment in which cuobjdump and nvdisasm are found."""
   if CUDA.module is None:
     pytest.skip("built without the CUDA kernels")
   path = _search_path()
@@ -39,7 +39,7 @@ def _library_and_environment() -> tuple[Path, dict[str, str]]:
 
 
 def _dump(*options: object, folder: Path | None = None) -> str:
-  """What cuobjdump says of the library."""
+  """The output of cuobjdump for the library."""
   library, environment = _library_and_environment()
   command = ["cuobjdump", *map(str, options), str(library)]
   return subprocess.check_output(command, env=environment, cwd=folder, text=True)
@@ -54,7 +54,7 @@ def _disassemble(file: Path) -> str:
 
 
 def _kernels(part_of_name: str, folder: Path) -> dict[str, str]:
-  """Machine code of the attention kernels that have this in their names."""
+  """The machine code of the attention kernels that have this in their names."""
   _dump("-xelf", "sm_90a", folder=folder)
   files = [path for path in sorted(folder.iterdir()) if part_of_name.encode() in path.read_bytes()]
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -68,7 +68,7 @@ def _kernels(part_of_name: str, folder: Path) -> dict[str, str]:
 
 
 def test_only_the_kernels_for_hopper_are_for_hopper_alone():
-  """Softmax, and what runs around attention kernels, are for Ampere and later."""
+  """Softmax, and the kernels around attention kernels, are for Ampere and later."""
   _, *parts = re.split(r"arch = (\w+)", _dump("-res-usage"))
   names = collections.defaultdict(set)
   for arch, text in zip(parts[::2], parts[1::2], strict=True):
@@ -100,12 +100,12 @@ def _check_that_products_overlap(kernels):
 
 
 def _has_roles(name: str) -> bool:
-  """Whether warpgroups have different ones, and a loop for each."""
+  """Whether warpgroups have different roles, with a loop for each."""
   return "BackwardConfigILi256E" in name or "WideBackwardTermsConfig" in name
 
 
 def _main_loops(code: str, has_roles: bool) -> list[str]:
-  """The shortest ways back over half of the products, or a third where there are two such loops."""
+  """The shortest loops with half of the products, or a third if there are two such loops."""
   lines: list[str] = []
   index: dict[str, int] = {}  # Of the instruction behind each label.
   for line in code.splitlines():

@@ -32,7 +32,7 @@ def test_sinks_of_16_bits_are_used_in_float32(dtype, shape):
 
 
 def _with_token_sinks(out, lse, z):
-  """As docs/design.md has it."""
+  """Sinks per token, as in docs/design.md."""
   return (out * jax.nn.sigmoid(lse - z)[..., None]).astype(out.dtype), jnp.logaddexp(lse, z)
 
 

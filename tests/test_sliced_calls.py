@@ -1,4 +1,4 @@
-"""Calls on parts of larger arrays: XLA must not hand those parts to kernels where they lie."""
+"""Calls on parts of larger arrays: XLA must not pass those parts to kernels in place."""
 
 import re
 

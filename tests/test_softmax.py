@@ -114,7 +114,7 @@ def test_special_scores_are_as_in_jax(implementation, value):
 
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 def test_finite_additive_masks_do_not_hide(implementation):
-  """As everywhere: only -inf does. A row of the smallest float is uniform."""
+  """Only -inf hides, as everywhere. A row of the smallest float is uniform."""
   bias = np.full((1, 8), np.finfo(np.float32).min, np.float32)
   y = fused_scale_mask_softmax(normal(3, 8), bias, implementation=implementation)
   np.testing.assert_allclose(y, 1 / 8, rtol=1e-6)

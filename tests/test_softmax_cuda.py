@@ -1,4 +1,4 @@
-"""The fused softmax on a GPU: the same cases as on the CPU, and what only a GPU can get wrong."""
+"""The fused softmax on a GPU: the cases of the CPU tests, and cases that need a GPU."""
 
 import functools
 

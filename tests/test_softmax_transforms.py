@@ -22,7 +22,7 @@ _close = functools.partial(assert_trees_close, atol=2e-6)
 
 
 def _arrays():
-  """x, a boolean mask, an additive one, an offset: a batch of 4."""
+  """x, a boolean mask, an additive mask, and an offset: a batch of 4."""
   rng = np.random.default_rng(0)
   x, bias = (rng.standard_normal(s).astype(np.float32) for s in ((4, 8, 6, 10), (4, 1, 6, 10)))
   return x, rng.random((4, 1, 6, 10)) < 0.7, bias, rng.standard_normal((4, 8)).astype(np.float32)

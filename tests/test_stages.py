@@ -1,4 +1,4 @@
-"""Calls over parts of the keys that go on with each other's results, on a CPU."""
+"""Calls over parts of the keys that continue with each other's results, on a CPU."""
 
 import functools
 import re
@@ -47,7 +47,7 @@ _BOUNDS = [
 @hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31), sink=st.booleans())
 def test_random_mask(implementation, dtype, bounds, seed, sink):
-  """Many stages show nothing to some queries, and some show nothing to any."""
+  """In many stages, some queries see nothing, and in some stages, all queries see nothing."""
   rng = np.random.default_rng(seed)
   mask = random_mask(rng, 130, 150)
   inputs = make_inputs(rng, DTYPES[dtype], 130, 150, 4, 2, 32, 24, 0 if sink else None)
@@ -175,7 +175,7 @@ def test_shardings_are_kept(implementation, spec):
 
 
 def test_kernels_write_to_the_memory_of_running_results():
-  """Without a copy of out, lse or the sum of dq."""
+  """There is no copy of out, lse or the sum of dq."""
   fun = functools.partial(_all_stages, ops.AttentionConfig(0.3, implementation="cpu"))
   text = jax.jit(fun).lower(*_batch()).compile().as_text()
   calls = [

@@ -1,4 +1,4 @@
-"""Calls over parts of the keys that go on with each other's results, on a GPU."""
+"""Calls over parts of the keys that continue with each other's results, on a GPU."""
 
 import functools
 import re
@@ -44,7 +44,7 @@ _BOUNDS = [
 @hypothesis.settings(max_examples=10, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31), sink=st.booleans())
 def test_random_mask(dtype, dims, bounds, seed, sink):
-  """Many stages show nothing to some queries, and some show nothing to any."""
+  """In many stages, some queries see nothing, and in some stages, all queries see nothing."""
   rng = np.random.default_rng(seed)
   mask = random_mask(rng, 270, 330)
   inputs = make_inputs(rng, DTYPES[dtype], 270, 330, 4, 2, *dims, 0 if sink else None)
@@ -92,7 +92,7 @@ def test_softcap(dims):
 @pytest.mark.parametrize("dims", _DIMS[:4], ids=str)
 @pytest.mark.parametrize("sm_margin", [0, 127])
 def test_tiles_cut_along_their_keys(dims, sm_margin):
-  """A tile's parts are merged with what was there once."""
+  """The parts of a tile are merged with the running results once."""
   mask = AttentionMask.causal(300, 4000)
   inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], 300, 4000, 6, 2, *dims, 0)
   bounds = ((2000, 4000), (0, 2000))
@@ -121,7 +121,7 @@ def test_packed_heads(q_len, group):
 @pytest.mark.parametrize("dims", _DIMS, ids=str)
 @pytest.mark.parametrize("shown", [(0, 0), (0, 192), (384, 385), (250, 800)])
 def test_rows_that_see_nothing_keep_every_bit(dims, shown):
-  """In tiles that see nothing, and in those of which some rows see keys."""
+  """In tiles that are fully masked, and in tiles of which some rows see keys."""
   config = ops.AttentionConfig(0.1, implementation="cuda")
   results = untouched_results(config, jnp.bfloat16, dims, 800, shown)
   check_untouched(*results, shown)

@@ -1,4 +1,4 @@
-"""jax.export where sizes are symbols: one program for any batch; lengths must be known."""
+"""jax.export with symbolic sizes: one program for any batch; lengths must be known."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A bias alone, or slopes alone, in the Hopper kernels: they may know that it is all there is."""
+"""Only a bias, or only slopes, in the Hopper kernels that support nothing else."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def test_bias(length, head_dim, mask, is_mask_known):
 
 
 def _poison(shape):
-  """Leaves memory that is not zero, for results to be written to."""
+  """Leaves memory that is not zero, to which results are then written."""
   jnp.full(shape, jnp.nan, jnp.bfloat16).block_until_ready().delete()
 
 
@@ -69,7 +69,7 @@ _HIDING = {
 @pytest.mark.parametrize("mask", _HIDING)
 @head_dims
 def test_pairs_that_are_hidden_have_no_gradient(head_dim, mask, is_mask_known):
-  """The backward kernel writes zeros for them: some blocks of threads first, all in the end."""
+  """The backward kernel writes zeros for them: some CTAs at first, all at the end."""
   mask = _HIDING[mask]
   inputs = make_inputs(
     np.random.default_rng(0),
@@ -83,7 +83,7 @@ def test_pairs_that_are_hidden_have_no_gradient(head_dim, mask, is_mask_known):
 
 @head_dims
 def test_pairs_that_are_hidden_in_a_batch(head_dim):
-  """Each of its rows has a mask of its own."""
+  """Each row of the batch has its own mask."""
   rng = np.random.default_rng(0)
   length, lengths = 304, jnp.array([304, 1, 77], jnp.int32)
   q, k, v = (

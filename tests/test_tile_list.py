@@ -1,4 +1,4 @@
-"""Lists of tiles that the CUDA kernels get: those of known masks, made without a GPU."""
+"""The tile lists of known masks that the CUDA kernels get; runs without a GPU."""
 
 import types
 
@@ -47,7 +47,7 @@ def _tiles(mask, **call):
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_lists_say_what_they_are_made_for(name, is_backward):
-  """Stamp of the tiles, slice lists, slices and lengths: kernels take no list of another call."""
+  """Stamp, slice lists, slices and lengths: kernels reject the list of another call."""
   mask = MASKS[name]
   needs = hopper_needs(mask, is_backward=is_backward)
   key = np.frombuffer(needs.tile_list, np.int32)[5:10].tolist()
@@ -95,7 +95,7 @@ def _aligned(position):
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_tiles_of_keys_are_aligned_where_there_is_a_bias(head_dim):
-  """TMA takes boxes of a bias from multiples of 16 bytes alone, and so do stores of 16 bytes."""
+  """TMA loads boxes of a bias only from multiples of 16 bytes, and so do stores of 16 bytes."""
   mask = MASKS["odd_documents"]
   begin, _, _ = _tiles(mask, is_backward=True, head_dim=head_dim, **_with_bias(mask))
   assert (begin % 8 == 0).all()
@@ -104,7 +104,7 @@ def test_tiles_of_keys_are_aligned_where_there_is_a_bias(head_dim):
 
 @pytest.mark.parametrize(("head_dim", "columns"), [(128, 128), (256, 64)])
 def test_blocks_of_keys_are_aligned_where_there_is_a_bias(head_dim, columns):
-  """They are laid from right to left, and so from a multiple of 8 on."""
+  """They are laid from right to left, starting at a multiple of 8."""
   mask = MASKS["odd_documents"]
   dense, num_more = mask.to_dense(), 0
   tiles = _tiles(mask, is_backward=False, head_dim=head_dim, **_with_bias(mask))
@@ -123,7 +123,7 @@ def test_tiles_are_cut_where_documents_begin():
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 71])
 @pytest.mark.parametrize("q_len", [1, 5, 32, 33, 64, 65, 1000])
 def test_few_queries_share_a_tile_with_other_heads(q_len, group):
-  """A tile has 128 rows, and holds as many query heads as fit, but no more than a kv head has."""
+  """A tile has 128 rows. It holds as many query heads as fit, but only those of one kv head."""
   needs = hopper_needs(AttentionMask.causal(q_len, 1000), is_backward=False, group=group)
   num_rows = most_tile_rows(needs)
   pack = 128 // num_rows
@@ -158,7 +158,7 @@ def test_stamps_tell_aligned_keys(is_backward):
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("name", [*MASKS, "long"])
 def test_stamps_tell_the_number_of_blocks(name, is_backward):
-  """About: rounded down to three bits. By it, launches tell much work from little."""
+  """Approximately, rounded down to three bits, so that launches know whether there is much work."""
   mask = (MASKS | {"long": AttentionMask.full(1 << 17)})[name]
   call = {"is_backward": is_backward, "deterministic": is_backward}
   known, traced = (hopper_needs(mask, **call, **more) for more in ({}, {"static_slices": None}))
@@ -181,7 +181,7 @@ def test_stamps_tell_the_number_of_blocks(name, is_backward):
   ids=["full_8k", "causal_16k", "full_4k", "window", "documents"],
 )
 def test_stamps_tell_long_tiles_of_keys(mask, is_long):
-  """With 64 blocks each: few heads are worked on at once, where dq is added to in order."""
+  """With 64 blocks each, few heads are processed at once if dq is summed in order."""
   needs = hopper_needs(mask, is_backward=True, deterministic=True)
   assert (stamped_blocks(needs) >= 64 * mask.k_len // 128) == is_long
 
@@ -200,7 +200,7 @@ def test_stamps_tell_long_tiles_of_keys(mask, is_long):
   ids=["full_2k", "causal_4k", "window_4k", "documents", "full_1k", "causal_2k", "window_2k"],
 )
 def test_stamps_tell_much_work(mask, is_long):
-  """For the forward kernel to run in clusters: 60 blocks for each of 66, with 24 pairs of heads."""
+  """The forward kernel then runs in clusters: 60 blocks for each of 66, with 24 pairs of heads."""
   needs = hopper_needs(mask, is_backward=False)
   assert (stamped_blocks(needs) * 24 >= 60 * 66) == is_long
 
@@ -227,7 +227,7 @@ def test_stamps_tell_much_work(mask, is_long):
   ],
 )
 def test_backward_runs_in_clusters_where_tiles_are_long(head_dim, mask, is_in_clusters):
-  """And where tiles of 256 keys meet few blocks that half of them does not see."""
+  """And if tiles of 256 keys have few blocks that one half does not see."""
 
   def most_rows(**changes):
     return most_tile_rows(hopper_needs(mask, is_backward=True, head_dim=head_dim, **changes))
@@ -249,7 +249,7 @@ def test_backward_runs_in_clusters_where_tiles_are_long(head_dim, mask, is_in_cl
 @pytest.mark.parametrize("name", ["full", "causal", "unknown"])
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 65536])
 def test_parts_of_dk_and_dv_fill_the_gpu(length, name):
-  """48 query heads in 8 groups: a part has whole heads, and there is work for all."""
+  """48 query heads in 8 groups: a part has whole heads, and all multiprocessors have work."""
   mask = AttentionMask.causal(length) if name == "causal" else AttentionMask.full(length)
   changes = {"static_slices": None} if name == "unknown" else {}
   needs = hopper_needs(mask, is_backward=True, group=6, num_kv_heads=8, **changes)
@@ -290,7 +290,7 @@ def test_parts_are_for_the_gpu_that_is_there(monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [512, 2048])
 def test_tiles_that_are_cut_by_the_device_have_no_parts(length, head_dim):
-  """Where dk and dv are float32 and the mask is not known: they are added to memory."""
+  """If dk and dv are float32 and the mask is unknown, they are added to memory."""
   mask = AttentionMask.causal(length)
   options = {"is_backward": True, "group": 6, "head_dim": head_dim, "num_kv_heads": 1}
   traced = {"static_slices": None, "has_float_grads": True}
@@ -311,7 +311,7 @@ def test_tiles_that_are_cut_by_the_device_have_no_parts(length, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_parts_of_keys_have_room_where_there_may_be_any(head_dim):
-  """As much for any number of heads: 264 parts of 128 or 192 rows, in float32."""
+  """The same for any number of heads: 264 parts of 128 or 192 rows, in float32."""
   rows = 192 if head_dim == 64 else 128
   for num_kv_heads in (1, 8):
     options = {"is_backward": False, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
@@ -330,7 +330,7 @@ def test_parts_depend_on_the_mask():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_lists_in_the_workspace_are_aligned(deterministic):
-  """Statistics of queries lie before them, an odd number of words here."""
+  """The statistics of queries precede them, an odd number of words here."""
   options = {"is_backward": True, "group": 1, "num_kv_heads": 1, "deterministic": deterministic}
   for changes in ({}, {"static_slices": None}):
     needs = hopper_needs(AttentionMask.causal(129, 131), **options, **changes)
@@ -339,7 +339,7 @@ def test_lists_in_the_workspace_are_aligned(deterministic):
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_room_for_a_list_that_the_device_makes(is_backward):
-  """It may cut at both ends of each slice, has a head of one tile's size, and a list to sort."""
+  """There may be cuts at both ends of each slice, one tile size, and an unsorted list."""
   mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000])
   needs = hopper_needs(mask, is_backward=is_backward, static_slices=None)
   most_rows = most_tile_rows(needs)
@@ -376,7 +376,7 @@ def test_short_queries_of_head_dim_64_have_small_tiles(length, most_rows):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [5, 100, 1100, 2048, 16384])
 def test_plans_do_not_depend_on_batch_and_heads(length, head_dim, is_backward):
-  """They are made before these are sharded."""
+  """Plans are made before batch and heads are sharded."""
   mask = AttentionMask.causal(length)
   one, many = (
     hopper_needs(mask, batch=batch, num_kv_heads=heads, is_backward=is_backward, head_dim=head_dim)
@@ -393,7 +393,7 @@ def test_block_causal_cut_by_keys_computes_little_in_vain():
 
 
 def test_tiles_are_cut_where_it_pays():
-  """Blocks of 256 queries fill 4/3 tiles of 192, which is in vain if each is cut."""
+  """Blocks of 256 queries fill 4/3 tiles of 192, so cutting at each would be wasteful."""
   mask = AttentionMask.block_causal(256, 8192)
   grouped = AttentionMask(grouped_by_keys(np.asarray(mask.slices)), 8192, 8192)
   costs = [

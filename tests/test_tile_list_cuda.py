@@ -1,4 +1,4 @@
-"""Kernels take no list of tiles but their call's own."""
+"""Kernels accept only the tile list of their own call."""
 
 import subprocess
 import sys
@@ -59,13 +59,13 @@ def test_list_with_more_tiles_than_the_call_may_have_is_refused():
 
 
 def test_list_of_another_length_ends_the_program():
-  """Both have as many tiles; the list's rows past the end must not be written."""
+  """Both lists have equally many tiles. Rows of the list after the end must not be written."""
   command = [sys.executable, "-m", "tests.list_calls"]
   assert subprocess.run(command, capture_output=True, check=False).returncode != 0
 
 
 def test_tiles_out_of_the_arrays_are_moved_into_them():
-  """Under memcheck, `tests/sanitizer_cases.py` shows that nothing else is touched."""
+  """Under memcheck, `tests/sanitizer_cases.py` shows that nothing else is accessed."""
   mask = AttentionMask.causal(180)
   out, lse, operands = forward_with_list(mask, forged_list(mask))
   assert out.shape == (180, 4, 64) and lse.shape == (180, 4)
@@ -75,7 +75,7 @@ def test_tiles_out_of_the_arrays_are_moved_into_them():
 
 
 def _traced(length, slices, num_heads=2, group=1):
-  """out of self-attention with these slices, which are not known before the call."""
+  """out of self-attention with these slices, which are traced."""
   q, k = (jnp.ones((length, n, 64), jnp.bfloat16) for n in (num_heads, num_heads // group))
 
   @jax.jit
@@ -92,7 +92,7 @@ def test_a_million_empty_slices_show_nothing():
 
 
 def test_more_slices_than_the_kernels_count_are_refused():
-  """Each may show all of 2^18 keys: the blocks of a tile would be more than 32 bits count."""
+  """If each made all of 2^18 keys visible, the blocks of a tile would exceed 32 bits."""
   with pytest.raises(jax.errors.JaxRuntimeError, match="slices that are not known"):
     _traced(1 << 18, jnp.zeros((1 << 20, 6), np.int32))
 
@@ -214,7 +214,7 @@ def test_lists_of_other_slices_are_refused(sizes, message):
 
 
 def test_failed_launch_does_not_fail_the_next_call():
-  """No GPU has clusters of 64."""
+  """No GPU supports clusters of 64."""
   x = jnp.ones((64, 64), jnp.float32)
   start = jax.jit(lambda x: start_stand_in(x, num_sms=64, num_rounds=1, cluster_size=64))
   for _ in range(2):

@@ -1,4 +1,4 @@
-"""How peers of PyTorch are called, by stand-ins for their libraries that do what those document."""
+"""How PyTorch peers are called, with stand-ins for their libraries that behave as documented."""
 
 import itertools
 import sys
@@ -97,7 +97,7 @@ class _Event:
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
-  """The stand-ins, and PyTorch's CPU in the place of its GPU."""
+  """The stand-ins, and PyTorch's CPU in place of its GPU."""
   flash = types.SimpleNamespace(
     flash_attn_func=_flash_attn_func, flash_attn_varlen_func=_flash_attn_varlen_func
   )

@@ -30,7 +30,7 @@ def _batch(batch=4, length=64, num_q_heads=8, num_kv_heads=4, dim=16):
 
 
 def _masks(length, cuts):
-  """One two-document causal mask per cut, stacked."""
+  """One causal mask with two documents for each cut, stacked."""
   slices = [
     AttentionMask.from_segment_ids(np.repeat([1, 2], [c, length - c]), 2, causal=True).slices
     for c in cuts
@@ -304,7 +304,7 @@ def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
   "spec", [P(("c", "a"), None, "b"), P("b", "a", "c"), P(None, "b", ("a", "c"))], ids=str
 )
 def test_shardings_are_kept_on_meshes_with_many_axes(spec):
-  """And in a time that does not grow with them: trainers have a dozen axes, most of them of 1."""
+  """In a time that does not grow with the number of axes: trainers have a dozen, most of size 1."""
   arrays = _batch(length=32)
 
   def time_to_compile(num_axes):

@@ -1,4 +1,4 @@
-"""Head dims beyond 128, whose backward kernels are their own: 192 with values of 128, and 256."""
+"""Head dims beyond 128, which have separate backward kernels: 192 with values of 128, and 256."""
 
 import functools
 
