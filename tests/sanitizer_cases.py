@@ -151,7 +151,7 @@ def _cases():
       f"attention-{dims[0]}-{dims[1]}-parts",
       functools.partial(_attention, dims, AttentionMask.full(130, 1300), False),
     )
-    if dims in [(64, 64), (128, 128)]:  # Two blocks of threads that share tiles of keys.
+    if dims in [(64, 64), (128, 128)]:  # Two CTAs that share key tiles.
       yield (
         f"attention-{dims[0]}-{dims[1]}-clusters",
         functools.partial(_attention, dims, AttentionMask.full(6200, 512), False),

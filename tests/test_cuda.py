@@ -99,7 +99,7 @@ def test_short_tiles_with_packed_heads(group, head_dim):
 def test_long_tiles_of_keys(dtype, head_dim, group, sm_margin):
   """Known masks with many queries a key, for which the backward kernel runs in clusters.
 
-  One of two blocks of threads has fewer keys than the other, and none in a tile without queries.
+  One of two CTAs has fewer keys than the other, and none in a tile without queries.
   """
   slices = [(0, 12001, 0, 768, -(2**30), 0), (100, 150, 768, 968, -(2**30), 700)]
   mask = AttentionMask(np.array(slices, np.int32), 12001, 1060)
@@ -178,7 +178,7 @@ def _is_for_clusters(mask, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_one_block_of_threads_for_all_tiles(head_dim, has_alibi):
-  """A CTA prepares the next tile while it ends one. Some tiles see nothing, even two in a row."""
+  """A CTA prepares the next tile while it finishes one. Some tiles are fully masked, even two in a row."""
   slices = [(0, 300, 0, 700, -40, 90), (300, 310, 1000, 1001, -(2**30), 2**30)]
   mask = AttentionMask(np.array(slices, np.int32), 320, 1200)
   shape = (mask.q_len, mask.k_len, 6, 3, head_dim, head_dim)

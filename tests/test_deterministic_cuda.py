@@ -78,7 +78,7 @@ def _operands(num_q_heads, num_kv_heads, head_dim):
 @pytest.mark.parametrize("name", _MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_runs_are_equal_bit_for_bit(head_dim, name, is_known):
-  """Whichever blocks of threads work, and however many: with few, nobody waits for others.
+  """Regardless of the number of CTAs and of which CTA does what. With few, none waits for others.
 
   With none of these numbers of them does the forward pass cut tiles along their keys, which would
   change its sums.

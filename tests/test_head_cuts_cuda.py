@@ -1,4 +1,4 @@
-"""Heavy tiles of keys whose query heads several blocks of threads share, on a GPU.
+"""Heavy key tiles whose query heads several CTAs share, on a GPU.
 
 The backward kernel cuts them where the mask is traced, and gradients of keys and values are
 float32.
