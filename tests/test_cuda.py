@@ -178,7 +178,7 @@ def _is_for_clusters(mask, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_one_block_of_threads_for_all_tiles(head_dim, has_alibi):
-  """A CTA prepares the next tile while it ends one. Some tiles are fully masked, even two in a row."""
+  """A CTA prepares a tile while it finishes one. Some tiles are fully masked, even two in a row."""
   slices = [(0, 300, 0, 700, -40, 90), (300, 310, 1000, 1001, -(2**30), 2**30)]
   mask = AttentionMask(np.array(slices, np.int32), 320, 1200)
   shape = (mask.q_len, mask.k_len, 6, 3, head_dim, head_dim)
