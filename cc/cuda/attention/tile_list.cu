@@ -208,6 +208,7 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   }
   if (thread == 0) {
     list->num_tiles = num_tiles;
+    if (num_tiles == 0) list->least_blocks = 0;  // Otherwise the last tile's thread writes it.
     list->key = task.key;
   }
   __syncthreads();
