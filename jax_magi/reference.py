@@ -1,7 +1,7 @@
 """The specification: dense attention and softmax in plain jnp, in any dtype.
 
-Nothing in the package imports this; tests do. In float64 it is the truth, in a
-16-bit dtype it is the plain computation that ours is compared with.
+Only tests import this. In float64 it is the truth. In a 16-bit dtype it is the plain computation
+with which ours is compared.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def attention(
   bias: Any = None,
   alibi_slopes: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Attention that computes in q's dtype throughout.
+  """Attention that computes everything in the dtype of q.
 
   Args:
     q: `[q_len, num_q_heads, head_dim]`.
     k: `[k_len, num_kv_heads, head_dim]`.
     v: `[k_len, num_kv_heads, value_dim]`.
-    dense_mask: bool `[q_len, k_len]`, True is visible.
-    softmax_scale: None is `head_dim ** -0.5`.
-    softcap: 0 is none.
+    dense_mask: bool `[q_len, k_len]`, True where visible.
+    softmax_scale: None means `head_dim ** -0.5`.
+    softcap: 0 means no cap.
     sink: `[num_q_heads]` or `[num_sink, num_q_heads]`.
-    bias: broadcast to `[num_q_heads, q_len, k_len]`, and added before the cap; -inf hides a pair.
-    alibi_slopes: `[num_q_heads]`; each times (key - query) is added likewise.
+    bias: broadcastable to `[num_q_heads, q_len, k_len]`, added before the cap. -inf hides a pair.
+    alibi_slopes: `[num_q_heads]`. slope * (key - query) is added before the cap, too.
 
   Returns:
     out `[q_len, num_q_heads, value_dim]`, lse `[q_len, num_q_heads]`, max_logits `[num_q_heads]`.
@@ -70,17 +70,17 @@ def attention(
 def softmax(
   x: jax.Array, *, scale: float = 1.0, mask: Any = None, bias: Any = None, offset: Any = None
 ) -> jax.Array:
-  """Scale, mask, softmax: all in x's dtype.
+  """Scale, mask and softmax, all in the dtype of x.
 
   Args:
     x: `[..., heads, q_len, k_len]` or `[q_len, k_len]`.
-    scale: factor of x.
-    mask: bool, True is visible; broadcast to x.
-    bias: added to the scaled x, likewise.
-    offset: `[heads]`, one more logit in each row; what falls to it is left out.
+    scale: a factor of x.
+    mask: bool, True where visible, broadcastable to x.
+    bias: added to the scaled x, broadcastable to x.
+    offset: `[heads]`, one more logit in each row, whose probability is not returned.
 
   Returns:
-    Probabilities like x; rows that see nothing are zero.
+    Probabilities, in the shape and dtype of x. Fully masked rows are zero.
   """
   logits = x * jnp.asarray(scale, x.dtype)
   if bias is not None:
@@ -96,8 +96,8 @@ def softmax(
 
 
 def _masked_softmax(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Probabilities and lse over the last axis, of what the mask shows."""
-  # Rows that see nothing must not reach a -inf - -inf, whose gradient is NaN.
+  """Probabilities and lse over the last axis, over visible elements."""
+  # Fully masked rows must not compute -inf - -inf, whose gradient is NaN.
   largest = jnp.where(mask, logits, -jnp.inf).max(axis=-1, keepdims=True, initial=-jnp.inf)
   largest = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
   weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - largest, 0)), 0)

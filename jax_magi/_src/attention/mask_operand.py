@@ -20,11 +20,11 @@ from jax_magi._src.transforms.operation import Derived, Operands
 
 @dataclasses.dataclass(frozen=True)
 class MaskGroup:
-  """What is static about masks whose tile lists are made together, and which of them is meant.
+  """The static part of a group of calls whose tile lists are made together.
 
   Attributes:
-    sizes: the number of slices, and of keys, of each call.
-    index: which of these calls it is.
+    sizes: the number of slices and the number of keys of each call of the group.
+    index: the index of this call in the group.
   """
 
   sizes: tuple[tuple[int, int], ...]
@@ -110,23 +110,23 @@ class MaskOperand:
 
 
 class PassMasks:
-  """The masks of the calls of a pass: over other keys each, with the same queries.
+  """The masks of the calls of a pass, which have the same queries and different keys.
 
-  The device makes the tile lists of all of them at once, before the first call.
+  The device makes the tile lists of all calls at once, before the first call.
 
   Attributes:
-    slices: the int32 `[num_slices, 6]` of each call, by what names it.
+    slices: int32 `[num_slices, 6]` of each call, by the name of the call.
   """
 
   def __init__(self, calls: Mapping[Any, tuple[Any, int]]):
-    """Takes the slices of each call and its number of keys, by what names the call."""
+    """`calls` maps the name of each call to its slices and its number of keys."""
     self.slices = {name: slices for name, (slices, _) in calls.items()}
     sizes = tuple((slices.shape[0], k_len) for slices, k_len in calls.values())
     self._groups = {name: MaskGroup(sizes, index) for index, name in enumerate(calls)}
     self._all_slices = jnp.concatenate(list(self.slices.values()))[None]
 
   def operand(self, name: Hashable, slices: Any) -> MaskOperand:
-    """The mask of a call. `slices` are its own, which may be there later than those of others."""
+    """The mask of a call. `slices` are its own slices, which may become available later."""
     if len(self._groups) == 1:
       return MaskOperand(slices[None])
     return MaskOperand(slices[None], all_slices=self._all_slices, group=self._groups[name])

@@ -117,8 +117,8 @@ class Transfer:
       if number == 0 and not length:
         parts.append(None)
         continue
-      # Which row goes where is scattered, and the rows are gathered: zeros are not written first,
-      # and XLA joins the arrays that dx is made of on the way.
+      # Scatter the indices and gather the rows: no zeros are written first, and XLA fuses the
+      # concatenation of the arrays that dx consists of.
       index = _within(taken - begin, length)
       nowhere = vary_like(jnp.full(length, NOWHERE, np.int32), index)
       source = nowhere.at[index].set(rows, mode="drop", unique_indices=True)
@@ -250,15 +250,16 @@ def _expanded(runs: Any, to_begins: np.ndarray, from_begins: np.ndarray, length:
   to = jnp.asarray(to_begins, np.int32)[to_block] + to_place
   shift = jnp.asarray(from_begins, np.int32)[from_block] + from_place - to
   places = vary_like(jnp.arange(length, dtype=np.int32), runs)
-  # A bisection is one kernel; marking where runs begin and summing up is five, which other work of
-  # the step waits for. Behind a barrier, or XLA may do it for each element of a row.
+  # A bisection is one kernel. Marking the begins of runs and summing would be five kernels, for
+  # which other work of the step waits. Without the barrier, XLA may repeat the bisection for each
+  # element of a row.
   return lax.optimization_barrier(places + _at(shift, _last_before(to, places)))
 
 
 def _last_before(begins: Any, places: Any) -> Any:
-  """int32, like `places`: the last of the ascending `begins` that is at or before each place.
+  """The index of the last of the ascending `begins` at or before each place, int32 like `places`.
 
-  The first one is at or before all.
+  The first begin must be at or before all places.
   """
   last, step = jnp.zeros_like(places), 1 << max(len(begins) - 1, 0).bit_length()
   while step := step // 2:
@@ -269,7 +270,7 @@ def _last_before(begins: Any, places: Any) -> Any:
 
 
 def _at(x: Any, index: Any) -> Any:
-  """`x[index]`; the last element behind the end."""
+  """`x[index]`, or the last element for indices after the end."""
   return jnp.take(x, index, mode="clip")
 
 

@@ -123,7 +123,7 @@ def _forward(
   for step in steps:
     has_kernel = step in masks.slices
     if config.expand and has_kernel and step.stage not in expanded:
-      seen = tables[0, step.stage]  # By any part of the queries.
+      seen = tables[0, step.stage]  # The rows that any part of the queries sees.
       expanded[step.stage] = form.keys_and_values(stages[step.stage], constants, seen)
     moves, sent = _casts(step, transfers, parts)
     parts, running, arrived = side_by_side(
@@ -241,7 +241,7 @@ def _backward(
 def _only_stage(
   stage_of: Callable[..., _StageBackward], rows: Any, key: DistAttnKey, dq: Any
 ) -> tuple[Any, Any, Any]:
-  """The sum of dq, gradients of rows, and those of constants, where one call has all keys."""
+  """The sum of dq, and the gradients of rows and of constants, if one call has all keys."""
   masks = PassMasks({0: (key.slices[0, 0], rows[0].shape[0])})
   call = stage_of(masks, 0, rows)
   return call.done(call.kernel((dq, call.kv), masks.slices[0]), None)
@@ -338,7 +338,7 @@ class _StageBackward:
     name: Hashable,
     rows: Any,
   ):
-    """`name` is that of the call among `masks`."""
+    """`name` is the name of the call in `masks`."""
     self._config, self._queries = config, queries
     self._mask = functools.partial(masks.operand, name)
     made, self._pull_back = form.differentiated(rows, constants, masks.slices[name])

@@ -21,10 +21,10 @@ def forward_masks(
   """The masks of all kernels of the forward pass, by their steps.
 
   Args:
-    steps: of the pass.
+    steps: the steps of the pass.
     tables: the slices of each stage.
     lengths: the number of keys of each stage.
-    q_len: the number of queries, by which kernels are cut.
+    q_len: the number of queries, along which kernels are divided.
   """
   calls = {}
   for step in (step for step in steps if step.stage >= 0):
@@ -38,7 +38,7 @@ def forward_masks(
 def backward_masks(
   steps: Sequence[Step], tables: Any, lengths: Sequence[int]
 ) -> tuple[PassMasks, dict[Step, slice]]:
-  """The same of the backward pass, where kernels are cut by keys; and the keys of each."""
+  """The same for the backward pass, whose kernels are divided along keys, and the keys of each."""
   calls, keys = {}, {}
   for step in (step for step in steps if step.stage >= 0):
     slices, num_parts = tables[step.stage], num_parts_of(steps, step.stage)

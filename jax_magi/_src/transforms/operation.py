@@ -36,9 +36,8 @@ class DerivedOperand:
   So it is either planned for all devices when the call is traced, or each device makes its own from
   its part of the operands.
 
-  Calls that take the same `Operation.sources` may make theirs together: each of them makes those of
-  all, by one operation that is the same for all of them, and takes its own. XLA keeps one of equal
-  operations.
+  Calls with the same `Operation.sources` may make their derived operands together: each call makes
+  those of all calls, by the same operation, and takes its own. XLA merges equal operations.
 
   Attributes:
     plan: returns derived operands, and operands that replace others, from the operands on all
@@ -81,11 +80,11 @@ class Operation:
     plain: the operation in plain JAX, a function of the operands by name.
     plain_name: the name of the plain path in `implementation`.
     implementation: the caller's argument: the name of kernels or of the plain path, or None to
-      choose.
-    shared: operands that may be one for the whole batch, with a leading axis of 1.
-    sources: operands that derived ones are made of and nothing else takes.
-    gradients: results that are gradients of operands which may be shared, too: then these are sums
-      over the batch.
+      choose automatically.
+    shared: operands that the whole batch may share, with a leading axis of 1.
+    sources: operands that are only used to compute derived operands.
+    gradients: a map from results to the operands of which they are the gradients. If the operand is
+      shared, its gradient is a sum over the batch.
   """
 
   operands: Mapping[str, str]
