@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # What the trainers import on the way to their trainers; their own lists have much more.
 REQUIREMENTS = {
   "maxtext": """
-    absl-py aqtp chex datasets drjax etils flax grain jax==0.11.* jinja2 jsonlines ml-collections
-    omegaconf optax orbax-checkpoint pathwaysutils pillow psutil pydantic qwix sentencepiece sympy
-    tensorboardx tiktoken tokamax transformers
+    jax==0.11.* jaxlib==0.11.* flax optax orbax-checkpoint grain omegaconf pydantic aqtp qwix tokamax
+    drjax pathwaysutils transformers sentencepiece tiktoken tensorboardx datasets ml-collections
+    absl-py chex etils jsonlines pillow psutil jinja2 sympy
   """,
   "levanter": """
     aqtp braceexpand cloudpickle connect-python datasets draccus equinox fsspec gitpython
-    humanfriendly jax==0.11.* jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic pytimeparse
+    humanfriendly jax==0.11.* jaxlib==0.11.* jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic pytimeparse
     requests s3fs safetensors tblib tensorstore tokenizers tqdm-loggable transformers wandb
     zstandard
   """,
