@@ -155,6 +155,22 @@ def test_maxtext_keeps_other_kernels_and_refuses_other_masks(monkeypatch):
     op(x, x, x, ids, rows, "train", indexer_mask=np.ones((1, 8, 8), bool))
   with pytest.raises(NotImplementedError, match="model_mode=prefill"):
     op(x, x, x, ids, rows, "prefill")
+  mesh = make_mesh(data=1, context=2)
+  for name, value in (("strategy", "ring"), ("reorder_strategy", "STRIPED")):
+    op = _maxtext("mla", mesh, "jax_magi", **{f"context_parallel_{name}": value})
+    with pytest.raises(NotImplementedError, match="only all_gather, and no striped order"):
+      op(x, x, x, ids, rows, "train")
+
+
+def test_maxtext_qk_clip_refuses_maxima_that_are_none_or_sums(monkeypatch):
+  module = adapter(monkeypatch, "maxtext_qk_clip")
+  state = types.SimpleNamespace(model=nnx.Dict())
+  with pytest.raises(ValueError, match="choose attention=jax_magi"):
+    module.apply_qk_clip_nnx(state, {}, types.SimpleNamespace())
+  config = types.SimpleNamespace(gradient_accumulation_steps=2)
+  monkeypatch.setattr(module.train, "initialize", lambda argv: (config, None), raising=False)
+  with pytest.raises(NotImplementedError, match="gradient accumulation"):
+    module.main([])
 
 
 class _Attention(nnx.Module):
