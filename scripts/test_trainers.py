@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = {
   "maxtext": """
     jax==0.11.* jaxlib==0.11.* flax optax orbax-checkpoint grain omegaconf pydantic aqtp qwix tokamax
-    drjax pathwaysutils transformers sentencepiece tiktoken tensorboardx datasets ml-collections
+    drjax pathwaysutils transformers sentencepiece tiktoken tensorboardx datasets==5.* ml-collections
     absl-py chex etils jsonlines pillow psutil jinja2 sympy
   """,
   "levanter": """
-    aqtp braceexpand cloudpickle connect-python datasets draccus equinox fsspec gitpython
-    humanfriendly jax==0.11.* jaxlib==0.11.* jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic pytimeparse
-    requests s3fs safetensors tblib tensorstore tokenizers tqdm-loggable transformers wandb
-    zstandard
+    aqtp braceexpand cloudpickle connect-python datasets==5.* draccus equinox gitpython
+    humanfriendly jax==0.11.* jaxlib==0.11.* jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic
+    pytimeparse requests s3fs safetensors tblib tensorstore tokenizers tqdm-loggable transformers
+    wandb zstandard
   """,
 }
 SOURCES = {"maxtext": ["src"], "levanter": ["lib/*/src"]}  # In the archives.
