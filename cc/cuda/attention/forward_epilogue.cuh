@@ -110,8 +110,8 @@ struct ForwardEpilogue {
     if constexpr (kMayMerge) {
       if (IsRunning()) {
         const float* const from[2] = {params.running_out + first[0], params.running_out + first[1]};
-        MergeFloatRows<Config::kValueDim>(consumer.acc, factor, running_factor, from, is_own,
-                                          params.value_dim, consumer.thread);
+        MergeFloatRows<Config::kValueDim, Config::kLoadsInChunks>(
+            consumer.acc, factor, running_factor, from, is_own, params.value_dim, consumer.thread);
         factor[0] = factor[1] = 1.0f;
       }
     }

@@ -81,21 +81,29 @@ struct PartJoiner {
       state.max[0] = MaxOrNan(state.max[0], max.x);
       state.max[1] = MaxOrNan(state.max[1], max.y);
     }
-#pragma unroll 1
-    for (int i = 0; i < NumParts(); ++i) {
-      const float4* words = Words(First() + i);
-      const float4 sums = __ldcg(words + (kWords - 2) * kPartThreads);
-      // A part without a reference has only zeros.
-      const float weight[2] = {Exp2(sums.x - reference[0]), Exp2(sums.y - reference[1])};
-      state.sum[0] += weight[0] * sums.z;
-      state.sum[1] += weight[1] * sums.w;
+    // The compiler moves the loads of an iteration to its beginning.
+    constexpr int kChunk = Config::kLoadsInChunks ? 16 : kWords - 2;
+    static_assert((kWords - 2) % kChunk == 0, "whole chunks");
 #pragma unroll
-      for (int j = 0; j < kWords - 2; ++j) {
-        const float4 word = __ldcg(words + j * kPartThreads);
-        acc[4 * j] += weight[0] * word.x;
-        acc[4 * j + 1] += weight[0] * word.y;
-        acc[4 * j + 2] += weight[1] * word.z;
-        acc[4 * j + 3] += weight[1] * word.w;
+    for (int first = 0; first < kWords - 2; first += kChunk) {
+#pragma unroll 1
+      for (int i = 0; i < NumParts(); ++i) {
+        const float4* words = Words(First() + i);
+        const float4 sums = __ldcg(words + (kWords - 2) * kPartThreads);
+        // A part without a reference has only zeros.
+        const float weight[2] = {Exp2(sums.x - reference[0]), Exp2(sums.y - reference[1])};
+        if (first == 0) {
+          state.sum[0] += weight[0] * sums.z;
+          state.sum[1] += weight[1] * sums.w;
+        }
+#pragma unroll
+        for (int j = first; j < first + kChunk; ++j) {
+          const float4 word = __ldcg(words + j * kPartThreads);
+          acc[4 * j] += weight[0] * word.x;
+          acc[4 * j + 1] += weight[0] * word.y;
+          acc[4 * j + 2] += weight[1] * word.z;
+          acc[4 * j + 3] += weight[1] * word.w;
+        }
       }
     }
 #pragma unroll

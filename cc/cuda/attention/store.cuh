@@ -70,8 +70,9 @@ __device__ __forceinline__ void StoreFloatRows(const float (&acc)[kDim / 2],
 }
 
 // Multiplies the thread's two rows of an accumulator by `factor`, and adds `rows` multiplied by
-// `running_factor`.
-template <int kDim>
+// `running_factor`. With kIsOrdered, the compiler keeps the order of loads: it may otherwise move
+// more of them ahead than registers hold.
+template <int kDim, bool kIsOrdered>
 __device__ __forceinline__ void MergeFloatRows(float (&acc)[kDim / 2], const float (&factor)[2],
                                                const float (&running_factor)[2],
                                                const float* const (&rows)[2],
@@ -81,6 +82,7 @@ __device__ __forceinline__ void MergeFloatRows(float (&acc)[kDim / 2], const flo
   constexpr int kColumns = kDim < 128 ? kDim : 128;
 #pragma unroll
   for (int first = 0; first < kDim; first += kColumns) {
+    if constexpr (kIsOrdered) __syncwarp();
     float2 running[kColumns / 8][2];
 #pragma unroll
     for (int i = 0; i < kColumns / 8; ++i) {

@@ -74,6 +74,8 @@ struct ForwardConfig : Tile_ {
   static constexpr int kNumConsumers = kBlockM / 64;
   static constexpr bool kIsOutFloat = true;
   static constexpr int kClusterSize = 1;
+  // Whether registers hold only a part of what the epilogue and the reduction load at a time.
+  static constexpr bool kLoadsInChunks = kValueDim > 128;
 
   static_assert(Tile::kNumWarps % 4 == 0, "four warps have a group of 64 rows");
   static_assert(Tile::kNumWarps == 4 || Tile::kRowGroups == 1, "as Group() tells them apart");

@@ -52,7 +52,8 @@ template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_,
 struct ForwardConfig : ForwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kIsSmall> {
   using Element = Element_;
   static constexpr bool kIsOutFloat = kIsOutFloat_;
-  static constexpr bool kHasTerms = false;  // Whether scores have terms: see terms_config.h.
+  static constexpr bool kLoadsInChunks = false;  // See sm80/forward_config.h.
+  static constexpr bool kHasTerms = false;       // Whether scores have terms: see terms_config.h.
   static constexpr bool kHasBiasBlocks = false, kIsBiasAlone = false, kAreSlopesAlone = false;
   static constexpr int kBiasStages = 1, kBiasAhead = 0;
   // Whether queries pass through a stage of the value ring on their way to registers, instead of
