@@ -1,5 +1,6 @@
 // Programmatic dependent launch: kernels that start before the previous kernel has ended, on Hopper
-// and later. On earlier GPUs, kernels run one after another, and these waits do nothing.
+// alone. On other GPUs, kernels run one after another, and these waits do nothing: later GPUs run
+// code that the driver compiles from PTX of compute_80, which cannot wait.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_EARLY_LAUNCH_CUH_
@@ -30,6 +31,8 @@ template <typename... Params, typename... Args>
 cudaError_t LaunchEarlyInClusters(int cluster_size, void (*kernel)(Params...), int num_blocks,
                                   int num_threads, size_t shared_bytes, cudaStream_t stream,
                                   const Args&... args) {
+  // The GPUs whose code waits: CMakeLists.txt compiles it (JAX_MAGI_SHARED_ARCHITECTURES).
+  constexpr int kWaits = 90;
   int compute_capability;
   const cudaError_t code = GetComputeCapability(&compute_capability);
   if (code != cudaSuccess) return code;
@@ -44,7 +47,7 @@ cudaError_t LaunchEarlyInClusters(int cluster_size, void (*kernel)(Params...), i
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = compute_capability < 90 ? 0 : cluster_size > 1 ? 2 : 1;
+  config.numAttrs = compute_capability != kWaits ? 0 : cluster_size > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
