@@ -80,6 +80,8 @@ struct BackwardBlock {
   using Shared = BackwardShared<Config>;
   static constexpr int kChunk = Config::kChunk, kQueries = Config::kQueries;
   static constexpr int kSplit = Config::kSplit;
+  // The keys of a group of warps, in pieces of 16.
+  static constexpr int kPieces = Config::kPieces, kGroupKeys = 16 * kPieces;
   using KTile = SharedTile<Config::kHeadDim>;
   using VTile = SharedTile<Config::kValueDim>;
   using DsTile = SharedTile<kQueries>;
@@ -87,11 +89,11 @@ struct BackwardBlock {
   const BackwardParams& params;
   Shared& shared;
   int lane;
-  int group;  // Which 32 keys of the tile the warp has.
+  int group;  // Which kGroupKeys keys of the tile the warp has.
   int part;   // Which share of their queries, and of their dims.
 
-  // Gradients of 2 x 16 keys.
-  float dk[2][Config::kKDims / 2], dv[2][Config::kVDims / 2];
+  // Gradients of the group's keys.
+  float dk[kPieces][Config::kKDims / 2], dv[kPieces][Config::kVDims / 2];
 
   // Determines the thread's place again, so that addresses derived from it do not stay in
   // registers.
@@ -104,7 +106,7 @@ struct BackwardBlock {
 
   __device__ __forceinline__ void ClearGradients() {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kPieces; ++m) {
 #pragma unroll
       for (float& x : dk[m]) x = 0.0f;
 #pragma unroll
@@ -124,7 +126,7 @@ struct BackwardBlock {
   __device__ __forceinline__ int Chunk(int own) const { return kSplit == 1 ? own : part; }
 
   __device__ __forceinline__ DsTile GroupDs(int stage) const {
-    return {SharedAddress(shared.ds[stage]) + group * DsTile::Bytes(32)};
+    return {SharedAddress(shared.ds[stage]) + group * DsTile::Bytes(kGroupKeys)};
   }
   // The statistics of queries 8 * i + 2 * (lane % 4), from `first` on, and of the one after it.
   __device__ __forceinline__ float2 ReadPair(const float (&source)[8]) const {
@@ -133,23 +135,24 @@ struct BackwardBlock {
 
   // --- Products ---
 
-  // c[32 keys, queries of a chunk] += keys * queries^T, over all dims.
+  // c[the group's keys, queries of a chunk] += keys * queries^T, over all dims.
   template <int kDim>
   __device__ __forceinline__ void MultiplyQueries(SharedTile<kDim> keys, SharedTile<kDim> queries,
-                                                  int chunk, float (&c)[2][kChunk / 2]) const {
-    const LeftRows<kDim> left({keys.address + group * keys.Bytes(32)}, lane);
+                                                  int chunk,
+                                                  float (&c)[kPieces][kChunk / 2]) const {
+    const LeftRows<kDim> left({keys.address + group * keys.Bytes(kGroupKeys)}, lane);
     const RightRows<kDim> right({queries.address + chunk * queries.Bytes(kChunk)}, lane);
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
-      uint32_t a[2][4];
+      uint32_t a[kPieces][4];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) left.Load(16 * m, d, a[m]);
+      for (int m = 0; m < kPieces; ++m) left.Load(16 * m, d, a[m]);
 #pragma unroll
       for (int i = 0; i < kChunk; i += 16) {
         uint32_t b[4];
         right.Load(i, d, b);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < kPieces; ++m) {
           Multiply<Element>(a[m], b, c[m] + i / 2);
           Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
         }
@@ -158,25 +161,28 @@ struct BackwardBlock {
   }
 
   // Calls load(i, a) for 16 queries of a chunk at a time, from query `i` on, and computes
-  //   acc[32 keys, this warp's dims] += a[32 keys, 16 queries] * columns.
+  //   acc[the group's keys, this warp's dims] += a[the group's keys, 16 queries] * columns.
   template <int kDim, int kCount, typename Load>
   __device__ __forceinline__ void MultiplyDims(SharedTile<kDim> columns, int chunk,
-                                               float (&acc)[2][kCount], Load load) const {
+                                               float (&acc)[kPieces][kCount], Load load) const {
     constexpr int kDims = 2 * kCount;
-    static_assert(kDims % 64 == 0 || 64 % kDims == 0, "a share does not cross groups of chunks");
+    // Otherwise a share may lie in two groups of chunks.
+    constexpr bool kIsWhole = kDims % 64 == 0 || 64 % kDims == 0;
     RightColumns<kDim> right({columns.address + chunk * columns.Bytes(kChunk)}, lane);
     const int first = part * kDims;
-    right.lane_address = (right.lane_address ^ (first % 64 * 2)) + first / 64 * 128;
+    if constexpr (kIsWhole) {
+      right.lane_address = (right.lane_address ^ (first % 64 * 2)) + first / 64 * 128;
+    }
 #pragma unroll
     for (int i = 0; i < kChunk; i += 16) {
-      uint32_t a[2][4];
+      uint32_t a[kPieces][4];
       load(i, a);
 #pragma unroll
       for (int d = 0; d < kDims; d += 16) {
         uint32_t b[4];
-        right.Load(i, d, b);
+        right.Load(i, kIsWhole ? d : first + d, b);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < kPieces; ++m) {
           Multiply<Element>(a[m], b, acc[m] + d / 2);
           Multiply<Element>(a[m], b + 2, acc[m] + d / 2 + 4);
         }
@@ -186,12 +192,12 @@ struct BackwardBlock {
 
   // The same with P or dS of own chunk `own`, which is in registers.
   template <int kDim, int kCount>
-  __device__ __forceinline__ void MultiplyOwn(const uint32_t (&x)[2][kChunk / 4],
-                                              SharedTile<kDim> columns, float (&acc)[2][kCount],
-                                              int own = 0) const {
-    MultiplyDims(columns, Chunk(own), acc, [&](int i, uint32_t (&a)[2][4]) {
+  __device__ __forceinline__ void MultiplyOwn(const uint32_t (&x)[kPieces][kChunk / 4],
+                                              SharedTile<kDim> columns,
+                                              float (&acc)[kPieces][kCount], int own = 0) const {
+    MultiplyDims(columns, Chunk(own), acc, [&](int i, uint32_t (&a)[kPieces][4]) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kPieces; ++m) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) a[m][j] = x[m][i / 4 + j];
       }
@@ -201,25 +207,25 @@ struct BackwardBlock {
   // The same for the chunks of the other warps that share the keys, from shared memory.
   template <int kDim, int kCount>
   __device__ __forceinline__ void MultiplyOthers(int ds_stage, SharedTile<kDim> columns,
-                                                 float (&acc)[2][kCount]) const {
+                                                 float (&acc)[kPieces][kCount]) const {
     const LeftRows<kQueries> left(GroupDs(ds_stage), lane);
 #pragma unroll
     for (int c = 1; c < kSplit; ++c) {
       const int chunk = (part + c) % kSplit;
-      MultiplyDims(columns, chunk, acc, [&](int i, uint32_t (&a)[2][4]) {
+      MultiplyDims(columns, chunk, acc, [&](int i, uint32_t (&a)[kPieces][4]) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) left.Load(16 * m, chunk * kChunk + i, a[m]);
+        for (int m = 0; m < kPieces; ++m) left.Load(16 * m, chunk * kChunk + i, a[m]);
       });
     }
   }
 
   // Writes a result of own chunk `i`, packed, where dS is.
-  __device__ __forceinline__ void Write(int ds_stage, const uint32_t (&x)[2][kChunk / 4],
+  __device__ __forceinline__ void Write(int ds_stage, const uint32_t (&x)[kPieces][kChunk / 4],
                                         int own = 0) const {
     const int first_query = Chunk(own) * kChunk;
     const uint32_t address = GroupDs(ds_stage).PairAt(lane / 4, first_query + 2 * (lane % 4));
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kPieces; ++m) {
 #pragma unroll
       for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
@@ -236,16 +242,17 @@ struct BackwardBlock {
 
   // --- A block ---
 
-  // Of 32 keys and a chunk of queries. Packed factors take half the registers of unpacked ones.
-  uint32_t p[2][kChunk / 4];                                 // Probabilities.
-  uint32_t factor[2][Config::kHasSoftcap ? kChunk / 4 : 1];  // Of dP, if they are others.
-  uint32_t ds[2][kChunk / 4];
+  // Of the group's keys and a chunk of queries. Packed factors take half the registers of unpacked
+  // ones.
+  uint32_t p[kPieces][kChunk / 4];                                 // Probabilities.
+  uint32_t factor[kPieces][Config::kHasSoftcap ? kChunk / 4 : 1];  // Of dP, if they are others.
+  uint32_t ds[kPieces][kChunk / 4];
 
   // Calls fun(m, e, i) for elements 2 * e and 2 * e + 1 of 16 keys: pair `i` of queries.
   template <typename Fun>
   __device__ __forceinline__ static void ForEachPair(Fun fun) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kPieces; ++m) {
 #pragma unroll
       for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
@@ -259,20 +266,20 @@ struct BackwardBlock {
     Renew();
     const int chunk = Chunk(own);
     const SoftmaxScale& scale = params.scale;
-    float scores[2][kChunk / 2] = {};
+    float scores[kPieces][kChunk / 2] = {};
     MultiplyQueries(KTile{SharedAddress(shared.k)}, QTile(stage), chunk, scores);
     // Before hidden scores become -inf, which is no tanh.
     if constexpr (Config::kHasSoftcap) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kPieces; ++m) {
 #pragma unroll
         for (float& x : scores[m]) x = Tanh(x * scale.inverse_cap);
       }
     }
     if (info.is_masked) {
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const int row = shared.walk.tile.begin + 32 * group + 16 * m + lane / 4;
+      for (int m = 0; m < kPieces; ++m) {
+        const int row = shared.walk.tile.begin + kGroupKeys * group + 16 * m + lane / 4;
         const int rows[2] = {row, row + 8};
         HideScores(info.slice, rows, info.begin + chunk * kChunk + 2 * (lane % 4), scores[m]);
       }
@@ -297,7 +304,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void ScoreGradients(int q_stage, int do_stage, int own = 0) {
     Renew();
     const int chunk = Chunk(own);
-    float dp[2][kChunk / 2];  // dP - delta.
+    float dp[kPieces][kChunk / 2];  // dP - delta.
     const QueryStatistic* statistics = shared.statistics[q_stage] + chunk * (kChunk / 8);
     ForEachPair([&](int m, int e, int i) {
       const float2 delta = ReadPair(statistics[i].delta);
@@ -447,19 +454,19 @@ struct BackwardBlock {
   }
 
   template <int kDims>
-  __device__ __forceinline__ void Store(const float (&acc)[2][kDims / 2], float factor, void* out,
-                                        int dim) const {
+  __device__ __forceinline__ void Store(const float (&acc)[kPieces][kDims / 2], float factor,
+                                        void* out, int dim) const {
     const Tile& tile = shared.walk.tile;
     const float factors[2] = {factor, factor};
     const int first_dim = part * kDims;
     const int64_t batch = int64_t{shared.walk.PackInHead(params.walk)} * params.batch + tile.batch;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kPieces; ++m) {
       bool is_own[2];
       int64_t offset[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = 32 * group + 16 * m + 8 * r + lane / 4;
+        const int row = kGroupKeys * group + 16 * m + 8 * r + lane / 4;
         is_own[r] = row < tile.num_rows;
         const int64_t key = batch * params.k_len + tile.begin + row;
         offset[r] = (key * params.num_kv_heads + shared.walk.KvHead(params.walk)) * dim + first_dim;
@@ -471,7 +478,17 @@ struct BackwardBlock {
       } else {
         Element* base = static_cast<Element*>(out);
         Element* const rows[2] = {base + offset[0], base + offset[1]};
-        StoreRows<Element, kDims>(acc[m], factors, rows, is_own, dim - first_dim, lane);
+        if constexpr (kDims % 32 == 0) {
+          StoreRows<Element, kDims>(acc[m], factors, rows, is_own, dim - first_dim, lane);
+        } else {
+          // Rows are stored 32 dims at a time.
+          constexpr int kPadded = kDims + 32 - kDims % 32;
+          float padded[kPadded / 2];
+#pragma unroll
+          for (int i = 0; i < kPadded / 2; ++i) padded[i] = i < kDims / 2 ? acc[m][i] : 0.0f;
+          StoreRows<Element, kPadded>(padded, factors, rows, is_own, Min(dim - first_dim, kDims),
+                                      lane);
+        }
       }
     }
   }

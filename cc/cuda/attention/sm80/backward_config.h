@@ -1,9 +1,9 @@
 // Tile sizes of the backward kernel for sm_80 and later.
 //
-// A warp has 32 keys of a tile. `kSplit` warps share them: each computes the scores of a share of
-// the queries, and the gradients of keys and values for a share of the dims. Gradients take
-// 2 * (kHeadDim + kValueDim) / kSplit * 32 / 64 registers of a thread, a share of the scores and of
-// dP up to 32 each.
+// A warp has 16 * kPieces keys of a tile. `kSplit` warps share them: each computes the scores of a
+// share of the queries, and the gradients of keys and values for a share of the dims. Gradients
+// take (kHeadDim + kValueDim) / kSplit * kPieces / 2 registers of a thread, a share of the scores
+// and of dP up to 32 each.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_CONFIG_H_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_CONFIG_H_
@@ -13,6 +13,14 @@
 
 namespace jax_magi::cuda::sm80 {
 
+// What most tiles have in common.
+struct UsualBackwardTile {
+  static constexpr int kPieces = 2;
+  static constexpr int kQueries = 64;
+  static constexpr int kMinBlocks = 1;
+  static constexpr int kMaxSharedBytes = kLeastSharedMemory;
+};
+
 // The tile for GPUs with this much shared memory per block: 163 KB or more, or 99 KB.
 template <int kHeadDim, int kValueDim, bool kHasSoftcap, bool kHasMuchMemory>
 struct BackwardTile;
@@ -21,37 +29,63 @@ struct BackwardTile;
 // registers; with a cap, there are not enough of them. Shared memory, 97 KB: 16 each for keys and
 // values, 8 for each of two stages of queries and of dO, 16 for each of two stages of dS.
 template <bool kHasSoftcap, bool kHasMuchMemory>
-struct BackwardTile<64, 64, kHasSoftcap, kHasMuchMemory> {
+struct BackwardTile<64, 64, kHasSoftcap, kHasMuchMemory> : UsualBackwardTile {
   static constexpr int kGroups = 4, kSplit = kHasSoftcap ? 2 : 1;
   static constexpr int kQStages = 2, kDoStages = 2, kDsStages = 2;
   static constexpr int kMinBlocks = kHasSoftcap ? 1 : 2;
-  static constexpr int kMaxSharedBytes = kLeastSharedMemory;
 };
 // Shared memory, 161 KB: 32 each for keys and values, 16 for each of two stages of queries, dO and
 // dS.
 template <>
-struct BackwardTile<128, 128, false, true> {
+struct BackwardTile<128, 128, false, true> : UsualBackwardTile {
   static constexpr int kGroups = 4, kSplit = 2;
   static constexpr int kQStages = 2, kDoStages = 2, kDsStages = 2;
-  static constexpr int kMinBlocks = 1;
   static constexpr int kMaxSharedBytes = 163 << 10;
 };
 // Half as many keys, and one stage of dO: 97 KB.
 template <>
-struct BackwardTile<128, 128, false, false> {
+struct BackwardTile<128, 128, false, false> : UsualBackwardTile {
   static constexpr int kGroups = 2, kSplit = 2;
   static constexpr int kQStages = 2, kDoStages = 1, kDsStages = 2;
   static constexpr int kMinBlocks = 2;
-  static constexpr int kMaxSharedBytes = kLeastSharedMemory;
 };
 
 // With a cap, the factors of dP take registers, too: four warps share 32 keys.
 template <bool kHasMuchMemory>
-struct BackwardTile<128, 128, true, kHasMuchMemory> {
+struct BackwardTile<128, 128, true, kHasMuchMemory> : UsualBackwardTile {
   static constexpr int kGroups = 2, kSplit = 4;
   static constexpr int kQStages = 2, kDoStages = 1, kDsStages = 2;
-  static constexpr int kMinBlocks = 1;
-  static constexpr int kMaxSharedBytes = kLeastSharedMemory;
+};
+
+// Shared memory, 97 KB: 24 for keys, 16 for values, as much for queries and dO, and 8 for each of
+// two stages of dS.
+template <bool kHasSoftcap>
+struct BackwardTile<192, 128, kHasSoftcap, false> : UsualBackwardTile {
+  static constexpr int kGroups = 2, kSplit = 4;
+  static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
+};
+// Two stages of queries and dO: 137 KB.
+template <bool kHasSoftcap>
+struct BackwardTile<192, 128, kHasSoftcap, true> : UsualBackwardTile {
+  static constexpr int kGroups = 2, kSplit = 4;
+  static constexpr int kQStages = 2, kDoStages = 2, kDsStages = 2;
+  static constexpr int kMaxSharedBytes = 163 << 10;
+};
+
+// Shared memory, 145 KB: 32 each for keys, values, queries and dO, and 8 for each of two stages of
+// dS.
+template <bool kHasSoftcap>
+struct BackwardTile<256, 256, kHasSoftcap, true> : UsualBackwardTile {
+  static constexpr int kGroups = 2, kSplit = 4;
+  static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
+  static constexpr int kMaxSharedBytes = 163 << 10;
+};
+// Half as many queries, of 32 keys, and two stages of queries: 85 KB.
+template <bool kHasSoftcap>
+struct BackwardTile<256, 256, kHasSoftcap, false> : UsualBackwardTile {
+  static constexpr int kPieces = 1, kQueries = 32;
+  static constexpr int kGroups = 2, kSplit = 2;
+  static constexpr int kQStages = 2, kDoStages = 1, kDsStages = 2;
 };
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_, bool kHasMuchMemory_,
@@ -63,22 +97,22 @@ struct BackwardConfig : Tile_ {
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kHasTerms = false;
   static constexpr int kWarps = Tile::kGroups * Tile::kSplit, kThreads = 32 * kWarps;
-  static constexpr int kKeys = 32 * Tile::kGroups, kQueries = 64;
+  static constexpr int kKeys = 16 * Tile::kPieces * Tile::kGroups;
   // A warp computes the scores of this many queries at a time, kOwnChunks times.
-  static constexpr int kChunk = Tile::kSplit == 4 ? 16 : 32;
-  static constexpr int kOwnChunks = kQueries / (kChunk * Tile::kSplit);
+  static constexpr int kChunk = Tile::kSplit == 1 ? 32 : Tile::kQueries / Tile::kSplit;
+  static constexpr int kOwnChunks = Tile::kQueries / (kChunk * Tile::kSplit);
   // The dims of a warp's dK and dV.
   static constexpr int kKDims = kHeadDim / Tile::kSplit, kVDims = kValueDim / Tile::kSplit;
   // dQ of a block is computed during the next block, so that one barrier a block is enough.
   static constexpr bool kDqIsLate = Tile::kDsStages == 2;
   // For dQ, half of the warps have one half of the queries each, and share the dims.
-  static constexpr int kDqQueries = kQueries / 2, kDqDims = kHeadDim / (kWarps / 2);
+  static constexpr int kDqQueries = Tile::kQueries / 2, kDqDims = kHeadDim / (kWarps / 2);
   static constexpr int kDqPanelDims = DqPanelDims(kHeadDim);
   // Whether queries are the rows of dQ's product, as the layout of the sum asks for: see DqSum.
   static constexpr bool kDqByQuery = kHeadDim > 128;
 
   static_assert(kOwnChunks == 1 || Tile::kSplit == 1, "a warp has one chunk, or all of them");
-  static_assert(kKDims % 32 == 0 && kVDims % 32 == 0, "rows are stored 32 dims at a time");
+  static_assert(kKDims % 16 == 0 && kVDims % 16 == 0, "whole pieces of dims");
   static_assert(kDqDims % 16 == 0, "whole pieces of keys");
 };
 

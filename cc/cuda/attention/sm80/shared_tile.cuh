@@ -4,6 +4,7 @@
 // A tile has rows of kDim elements, kDim a multiple of 64, and begins at a multiple of 128 bytes.
 // Eight elements, 16 bytes, are a chunk. In each group of eight chunks of row r, chunk c is at
 // position c ^ (r % 8), so that the same chunk of eight neighbouring rows lies in different banks.
+// Rows of 32 elements have four chunks, and chunk c is at position c ^ (r / 2 % 4).
 //
 //   SharedTile<kDim>    addresses in a tile
 //   CopyRows            rows of a tensor to a tile, asynchronously, with zeros outside the tensor
@@ -30,13 +31,14 @@ constexpr int kChunk = 8;  // Elements.
 template <int kDim_>
 struct SharedTile {
   static constexpr int kDim = kDim_;
-  static_assert(kDim % 64 == 0, "whole groups of chunks");
+  static_assert(kDim % 64 == 0 || kDim == 32, "whole groups of chunks");
   static constexpr uint32_t kRowBytes = kDim * 2;
   static constexpr int Bytes(int num_rows) { return num_rows * kDim * 2; }
   uint32_t address;  // In shared memory.
 
   // The address of a chunk.
   __device__ __forceinline__ uint32_t At(int row, int chunk) const {
+    if constexpr (kDim == 32) return address + row * kRowBytes + (chunk ^ (row / 2 % 4)) * 16;
     return address + row * kRowBytes + chunk / 8 * 128 + ((chunk % 8) ^ (row % 8)) * 16;
   }
   // The address of a pair of columns: `column` is even.
