@@ -4,33 +4,15 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_BLOCK_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_BLOCK_CUH_
 
-#include "cc/cuda/attention/dq_order.h"
 #include "cc/cuda/attention/online_softmax.cuh"
+#include "cc/cuda/attention/sm80/backward_block_terms.cuh"
 #include "cc/cuda/attention/sm80/backward_config.h"
-#include "cc/cuda/attention/sm80/block_walk.cuh"
+#include "cc/cuda/attention/sm80/backward_params.cuh"
 #include "cc/cuda/attention/sm80/mma.cuh"
 #include "cc/cuda/attention/sm80/shared_tile.cuh"
 #include "cc/cuda/attention/store.cuh"
 
 namespace jax_magi::cuda::sm80 {
-
-struct BackwardParams {
-  const void *q, *k, *v, *dout;
-  float* dq_sum;  // See DqSum.
-  int dq_sum_rows;
-  DqOrder dq_order;  // The order of additions to it.
-  WorkParams work;
-  WalkParams walk;
-  int batch, q_len, k_len, num_q_heads, num_kv_heads;
-  int head_dim, value_dim;
-  float softmax_scale;
-  SoftmaxScale scale;
-  const QueryStatistic* statistics;
-  int padded_queries;  // Per head.
-  // dK and dV: [packs_per_kv_head, batch, k_len, num_kv_heads, dim].
-  void *dk, *dv;
-  bool is_float;  // Whether dK and dV are float32; otherwise they have the dtype of the operands.
-};
 
 template <typename Config>
 struct BackwardShared {
@@ -43,6 +25,7 @@ struct BackwardShared {
   // dS, a row per key. Before that, the warps that share keys exchange probabilities there.
   Element ds[Config::kDsStages][Config::kKeys * Config::kQueries];
   QueryStatistic statistics[Config::kQStages][Config::kQueries / 8];
+  KeySums<Config::kHasTerms ? Config::kSplit : 0, Config::kKeys> key_sums;
   // The block before, the current one, the next one, and the one after it, which the walk writes.
   BlockInfo block[4];
   BlockWalk<Config::kKeys, Config::kQueries> walk;
@@ -86,7 +69,7 @@ struct BackwardBlock {
   using VTile = SharedTile<Config::kValueDim>;
   using DsTile = SharedTile<kQueries>;
 
-  const BackwardParams& params;
+  const BackwardParamsOf<Config>& params;
   Shared& shared;
   int lane;
   int group;  // Which kGroupKeys keys of the tile the warp has.
@@ -244,8 +227,12 @@ struct BackwardBlock {
 
   // Of the group's keys and a chunk of queries. Packed factors take half the registers of unpacked
   // ones.
-  uint32_t p[kPieces][kChunk / 4];                                 // Probabilities.
-  uint32_t factor[kPieces][Config::kHasSoftcap ? kChunk / 4 : 1];  // Of dP, if they are others.
+  uint32_t p[kPieces][kChunk / 4];  // Probabilities.
+  // Of dP, if they are others. Gradients of terms are sums of dS in float32, so that the factors of
+  // calls with terms are not rounded.
+  static constexpr bool kHasFactors = Config::kHasSoftcap && !Config::kHasTerms;
+  uint32_t factor[kPieces][kHasFactors ? kChunk / 4 : 1];
+  float exact_factor[kPieces][Config::kHasTerms ? kChunk / 2 : 1];
   uint32_t ds[kPieces][kChunk / 4];
 
   // Calls fun(m, e, i) for elements 2 * e and 2 * e + 1 of 16 keys: pair `i` of queries.
@@ -268,8 +255,18 @@ struct BackwardBlock {
     const SoftmaxScale& scale = params.scale;
     float scores[kPieces][kChunk / 2] = {};
     MultiplyQueries(KTile{SharedAddress(shared.k)}, QTile(stage), chunk, scores);
+    const bool has_cap = !Config::kHasTerms || scale.inverse_cap != 0.0f;
     // Before hidden scores become -inf, which is no tanh.
-    if constexpr (Config::kHasSoftcap) {
+    if constexpr (Config::kHasTerms) {
+      Terms(info, chunk).Add(scores);
+      if (has_cap) {
+#pragma unroll
+        for (int m = 0; m < kPieces; ++m) {
+#pragma unroll
+          for (float& x : scores[m]) x = Cap(x, scale);
+        }
+      }
+    } else if constexpr (Config::kHasSoftcap) {
 #pragma unroll
       for (int m = 0; m < kPieces; ++m) {
 #pragma unroll
@@ -291,7 +288,10 @@ struct BackwardBlock {
       const float first = Exp2(x * scale.log2 + start.x);
       const float second = Exp2(y * scale.log2 + start.y);
       p[m][e] = PackPair<Element>(first, second);
-      if constexpr (Config::kHasSoftcap) {
+      if constexpr (Config::kHasTerms) {
+        exact_factor[m][2 * e] = has_cap ? first * CapSlope(x) : first;
+        exact_factor[m][2 * e + 1] = has_cap ? second * CapSlope(y) : second;
+      } else if constexpr (Config::kHasSoftcap) {
         factor[m][e] = PackPair<Element>(first * CapSlope(x), second * CapSlope(y));
       }
     });
@@ -301,7 +301,8 @@ struct BackwardBlock {
   }
 
   // Computes dS from probabilities and dP.
-  __device__ __forceinline__ void ScoreGradients(int q_stage, int do_stage, int own = 0) {
+  __device__ __forceinline__ void ScoreGradients(const BlockInfo& info, int q_stage, int do_stage,
+                                                 int own = 0) {
     Renew();
     const int chunk = Chunk(own);
     float dp[kPieces][kChunk / 2];  // dP - delta.
@@ -314,13 +315,41 @@ struct BackwardBlock {
     MultiplyQueries(VTile{SharedAddress(shared.v)}, DoTile(do_stage), chunk, dp);
     ForEachPair([&](int m, int e, int) {
       float2 of_dp;
-      if constexpr (Config::kHasSoftcap) {
+      if constexpr (Config::kHasTerms) {
+        of_dp = make_float2(exact_factor[m][2 * e], exact_factor[m][2 * e + 1]);
+      } else if constexpr (Config::kHasSoftcap) {
         of_dp = UnpackPair<Element>(factor[m][e]);
       } else {
         of_dp = UnpackPair<Element>(p[m][e]);
       }
-      ds[m][e] = PackPair<Element>(of_dp.x * dp[m][2 * e], of_dp.y * dp[m][2 * e + 1]);
+      float* pair = dp[m] + 2 * e;
+      pair[0] *= of_dp.x;
+      pair[1] *= of_dp.y;
+      ds[m][e] = PackPair<Element>(pair[0], pair[1]);
     });
+    if constexpr (Config::kHasTerms) Terms(info, chunk).AddGradients(dp, shared.key_sums, part);
+  }
+
+  // --- Terms ---
+
+  __device__ __forceinline__ BackwardBlockTerms<Config> Terms(const BlockInfo& info,
+                                                              int chunk) const {
+    const int first_key = kGroupKeys * group;
+    return {params, shared.walk.tile, info, lane, first_key, chunk * kChunk};
+  }
+
+  // Adds the sums by key of all warps that share keys to memory, once they are complete.
+  __device__ __forceinline__ void AddKeySums(const BlockInfo& info) {
+    Renew();
+    if (part == 0) Terms(info, 0).AddKeySums(shared.key_sums);
+  }
+
+  // Stores what the warp has written of dS in the gradient of a bias.
+  __device__ __forceinline__ void StoreBiasGradient(const BlockInfo& info, int ds_stage) {
+    if (params.gradients.dbias == nullptr) return;
+    __syncwarp();
+    Renew();
+    Terms(info, part).StoreDs(GroupDs(ds_stage));
   }
 
   // --- dQ ---

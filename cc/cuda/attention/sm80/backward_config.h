@@ -116,6 +116,20 @@ struct BackwardConfig : Tile_ {
   static_assert(kDqDims % 16 == 0, "whole pieces of keys");
 };
 
+// One kernel covers all terms, with a cap and without. Sums by key take 2 KB of shared memory, and
+// queries and dO have one stage each.
+template <int kHeadDim, int kValueDim, bool kHasMuchMemory>
+struct BackwardTermsTile : BackwardTile<kHeadDim, kValueDim, /*kHasSoftcap=*/true, kHasMuchMemory> {
+  static constexpr int kQStages = 1, kDoStages = 1;
+};
+template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasMuchMemory_>
+struct BackwardTermsConfig
+    : BackwardConfig<kHeadDim_, kValueDim_, Element_, /*kHasSoftcap=*/true, kHasMuchMemory_,
+                     BackwardTermsTile<kHeadDim_, kValueDim_, kHasMuchMemory_>> {
+  static constexpr bool kHasTerms = true;
+  static_assert(BackwardTermsConfig::kSplit > 1, "sums by key are those of warps that share keys");
+};
+
 }  // namespace jax_magi::cuda::sm80
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_CONFIG_H_

@@ -25,7 +25,7 @@ template <typename Config>
 struct BackwardLoads {
   using Element = typename Config::Element;
   static constexpr int kThreads = Config::kThreads;
-  const BackwardParams& params;
+  const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
 
   __device__ __forceinline__ void Keys() const {
@@ -80,7 +80,7 @@ template <typename Config>
 struct BackwardLoop {
   using Block = BackwardBlock<Config>;
   static constexpr bool kQIsEarly = Config::kQStages == 2, kDoIsEarly = Config::kDoStages == 2;
-  const BackwardParams& params;
+  const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
   Block& block;
   BackwardLoads<Config> loads;
@@ -161,7 +161,7 @@ struct BackwardLoop {
     for (int i = 0; i < Config::kOwnChunks; ++i) {
       block.Probabilities(Info(n), QStage(n), i);
       if (i == 0) WaitForDo();
-      block.ScoreGradients(QStage(n), DoStage(n), i);
+      block.ScoreGradients(Info(n), QStage(n), DoStage(n), i);
       block.Renew();
       block.Write(DsStage(n), block.ds, i);
       block.MultiplyOwn(block.p, block.DoTile(DoStage(n)), block.dv, i);
@@ -176,14 +176,16 @@ struct BackwardLoop {
     block.Probabilities(Info(n), QStage(n));
     block.Write(DsStage(n), block.p);
     WaitForDo();
-    block.ScoreGradients(QStage(n), DoStage(n));
+    block.ScoreGradients(Info(n), QStage(n), DoStage(n));
     block.Renew();
     block.MultiplyOwn(block.p, block.DoTile(DoStage(n)), block.dv);
-    block.SyncGroup();  // Probabilities are complete.
+    block.SyncGroup();  // Probabilities are complete, and sums by key.
+    if constexpr (Config::kHasTerms) block.AddKeySums(Info(n));
     block.MultiplyOthers(DsStage(n), block.DoTile(DoStage(n)), block.dv);
     block.SyncGroup();  // They have been read.
     block.Renew();
     block.Write(DsStage(n), block.ds);
+    if constexpr (Config::kHasTerms) block.StoreBiasGradient(Info(n), DsStage(n));
     block.MultiplyOwn(block.ds, block.QTile(QStage(n)), block.dk);
     block.SyncGroup();  // The group's dS is complete.
     block.MultiplyOthers(DsStage(n), block.QTile(QStage(n)), block.dk);
@@ -198,7 +200,7 @@ __device__ __forceinline__ uint32_t NumAssigned(const BackwardParams& params) {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    BackwardKernel(const __grid_constant__ BackwardParams params) {
+    BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
   BackwardBlock<Config> block{params, shared};

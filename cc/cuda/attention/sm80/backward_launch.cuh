@@ -9,6 +9,7 @@
 #include "cc/cuda/attention/sm80/backward_kernel.cuh"
 #include "cc/cuda/attention/sm80/launch.cuh"
 #include "cc/cuda/attention/sm80/variants.h"
+#include "cc/cuda/attention/terms_launch.cuh"
 #include "cc/cuda/attention/workspace.h"
 
 namespace jax_magi::cuda::sm80 {
@@ -17,9 +18,10 @@ template <typename Config>
 constexpr Tiling kBackwardTiling = {Architecture::kSm80, Config::kKeys, Config::kQueries,
                                     /*by_keys=*/true, /*aligns_keys=*/Config::kHasTerms};
 
+// `gradients` is for calls with terms.
 template <typename Config>
-BackwardParams ParamsOf(const BackwardArgs& args, const BackwardWorkspace& workspace,
-                        const LaunchOptions& options) {
+BackwardParamsOf<Config> ParamsOf(const BackwardArgs& args, const BackwardWorkspace& workspace,
+                                  const LaunchOptions& options, const TermGradients& gradients) {
   const AttentionShape& shape = args.shape;
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   const bool is_fixed = workspace.order.is_fixed();
@@ -27,7 +29,7 @@ BackwardParams ParamsOf(const BackwardArgs& args, const BackwardWorkspace& works
   const int num_packs = static_cast<int>(shape.num_kv_heads) * num_parts;
   const int heads_per_section =
       HeadsPerSection(shape, kTiling, num_parts, is_fixed, /*cluster_size=*/1, options);
-  BackwardParams params{};
+  BackwardParamsOf<Config> params{};
   params.q = args.q;
   params.k = args.k;
   params.v = args.v;
@@ -47,9 +49,15 @@ BackwardParams ParamsOf(const BackwardArgs& args, const BackwardWorkspace& works
   params.head_dim = static_cast<int>(shape.head_dim);
   params.value_dim = static_cast<int>(shape.value_dim);
   params.softmax_scale = args.params.softmax_scale;
-  const float cap = args.params.softcap;
-  params.scale = cap == 0.0f ? SoftmaxScale{params.softmax_scale * kLog2E, 0.0f}
-                             : SoftmaxScale{cap * kLog2E, params.softmax_scale / cap};
+  if constexpr (Config::kHasTerms) {
+    params.terms = TermsOf(args);
+    params.gradients = gradients;
+    params.scale = params.terms.scale;
+  } else {
+    const float cap = args.params.softcap;
+    params.scale = cap == 0.0f ? SoftmaxScale{params.softmax_scale * kLog2E, 0.0f}
+                               : SoftmaxScale{cap * kLog2E, params.softmax_scale / cap};
+  }
   params.statistics = workspace.statistics;
   params.padded_queries = PaddedQueries(shape.q_len);
   params.dk = args.dk;
@@ -60,7 +68,7 @@ BackwardParams ParamsOf(const BackwardArgs& args, const BackwardWorkspace& works
 
 template <typename Config>
 Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& workspace,
-                            const LaunchOptions& options) {
+                            const LaunchOptions& options, const TermGradients& gradients) {
   if (args.shape.num_kv_heads == 0) return {};
   constexpr Tiling kTiling = kBackwardTiling<Config>;
   if (workspace.order.is_fixed()) {
@@ -68,7 +76,7 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
     JAX_MAGI_RETURN_IF_BAD(MakeDqOrder(args.shape, kTiling, args.slices, options.tile_list, kSteps,
                                        workspace.order, options.stream));
   }
-  const BackwardParams params = ParamsOf<Config>(args, workspace, options);
+  const auto params = ParamsOf<Config>(args, workspace, options, gradients);
   constexpr size_t kSharedBytes = sizeof(BackwardShared<Config>);
   static_assert(kSharedBytes <= Config::kMaxSharedBytes, "as the tile was chosen");
   return LaunchPersistent<BackwardKernel<Config>>(
@@ -91,14 +99,22 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
   if (call.dq_sum != nullptr) workspace.sum.data = call.dq_sum;
   const BackwardArgs args = WithParts(call, workspace.parts);
+  TermGradients gradients{};
+  if constexpr (Config::kHasTerms) {
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareTermGradients(
+        args, workspace.term_sums, /*can_zero_hidden=*/false, options.stream, &gradients));
+  }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(PrepareBackward(args, CheckOf(shape, kTiling, options),
                                                 workspace.zeros, /*added=*/{}, workspace.statistics,
                                                 workspace.counter, options.stream));
   if (shape.k_len > 0) {
-    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardKernel<Config>(args, workspace, options));
+    JAX_MAGI_RETURN_IF_BAD(LaunchBackwardKernel<Config>(args, workspace, options, gradients));
   }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
       FinishBackward(call, workspace.sum, workspace.parts, options.stream));
+  if constexpr (Config::kHasTerms) {
+    JAX_MAGI_CUDA_RETURN_IF_ERROR(FinishTermGradients(args, gradients, options.stream));
+  }
   return {};
 }
 
@@ -118,6 +134,16 @@ auto WithBackwardConfig(bool has_softcap, const Target& target, Use use) {
   return with_softcap(std::false_type());
 }
 
+// The same for calls with terms.
+template <int kHeadDim, int kValueDim, typename Element, typename Use>
+auto WithBackwardTermsConfig(const Target& target, Use use) {
+  if constexpr (kHeadDim > 192) {
+    using Much = BackwardTermsConfig<kHeadDim, kValueDim, Element, true>;
+    if (target.shared_memory_bytes >= Much::kMaxSharedBytes) return use(Much());
+  }
+  return use(BackwardTermsConfig<kHeadDim, kValueDim, Element, false>());
+}
+
 template <int kHeadDim, int kValueDim, typename Element>
 Status BackwardVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& args,
                                                              int num_parts, bool deterministic,
@@ -132,6 +158,21 @@ template <int kHeadDim, int kValueDim, typename Element>
 Tiling BackwardVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
   return WithBackwardConfig<kHeadDim, kValueDim, Element>(
       call.has_softcap, call.target, [](auto config) { return kBackwardTiling<decltype(config)>; });
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Status BackwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& args,
+                                                                  int num_parts, bool deterministic,
+                                                                  const LaunchOptions& options) {
+  return WithBackwardTermsConfig<kHeadDim, kValueDim, Element>(options.target, [&](auto config) {
+    return LaunchBackward<decltype(config)>(args, num_parts, deterministic, options);
+  });
+}
+
+template <int kHeadDim, int kValueDim, typename Element>
+Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
+  return WithBackwardTermsConfig<kHeadDim, kValueDim, Element>(
+      call.target, [](auto config) { return kBackwardTiling<decltype(config)>; });
 }
 
 }  // namespace jax_magi::cuda::sm80
