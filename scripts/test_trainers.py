@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # What the trainers import on the way to their trainers; their own lists have much more.
 REQUIREMENTS = {
   "maxtext": """
-    jax==0.11.* jaxlib==0.11.* flax optax orbax-checkpoint grain omegaconf pydantic aqtp qwix tokamax
-    drjax pathwaysutils transformers sentencepiece tiktoken tensorboardx datasets==5.* ml-collections
-    absl-py chex etils jsonlines pillow psutil jinja2 sympy
+    jax==0.11.* jaxlib==0.11.* flax optax orbax-checkpoint grain omegaconf pydantic aqtp qwix
+    tokamax drjax pathwaysutils transformers sentencepiece tiktoken tensorboardx datasets==5.*
+    ml-collections absl-py chex etils jsonlines pillow psutil jinja2 sympy
   """,
   "levanter": """
     aqtp braceexpand cloudpickle connect-python datasets==5.* draccus equinox gitpython
