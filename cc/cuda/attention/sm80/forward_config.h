@@ -46,12 +46,12 @@ struct ForwardTile<256, 256, true> {
   static constexpr int kNumWarps = 8, kRowGroups = 1, kBlockN = 64;
   static constexpr int kStages = 3, kMinCtas = 1;
 };
-// Shared memory: 96 KB.
+// Shared memory: 96 KB, so that two CTAs fit an SM of Hopper.
 template <>
 struct ForwardTile<256, 256, false> {
   static constexpr bool kIsLarge = false;
-  static constexpr int kNumWarps = 8, kRowGroups = 1, kBlockN = 32;
-  static constexpr int kStages = 2, kMinCtas = 1;
+  static constexpr int kNumWarps = 4, kRowGroups = 1, kBlockN = 64;
+  static constexpr int kStages = 2, kMinCtas = 2;
 };
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_, typename Tile_>
