@@ -19,7 +19,7 @@ struct BackwardShared {
   using Element = typename Config::Element;
   // Tiles of shared_tile.cuh.
   alignas(1024) Element k[Config::kKeys * Config::kHeadDim];
-  Element v[Config::kKeys * Config::kValueDim];
+  Element v[Config::kKeys * Config::kSharedValueDim];  // The others are in registers.
   Element q[Config::kQStages][Config::kQueries * Config::kHeadDim];
   Element dout[Config::kDoStages][Config::kQueries * Config::kValueDim];
   // dS, a row per key. Before that, the warps that share keys exchange probabilities there.
@@ -66,7 +66,9 @@ struct BackwardBlock {
   // The keys of a group of warps, in pieces of 16.
   static constexpr int kPieces = Config::kPieces, kGroupKeys = 16 * kPieces;
   using KTile = SharedTile<Config::kHeadDim>;
-  using VTile = SharedTile<Config::kValueDim>;
+  using VTile = SharedTile<Config::kSharedValueDim>;
+  using LastVTile = SharedTile<(Config::kRegisterDims > 0 ? Config::kRegisterDims : 64)>;
+  using DoTileOf = SharedTile<Config::kValueDim>;
   using DsTile = SharedTile<kQueries>;
 
   const BackwardParamsOf<Config>& params;
@@ -77,6 +79,8 @@ struct BackwardBlock {
 
   // Gradients of the group's keys.
   float dk[kPieces][Config::kKDims / 2], dv[kPieces][Config::kVDims / 2];
+  // Left operands: the last dims of the values of the group's keys.
+  uint32_t values[kPieces][Config::kRegisterDims > 0 ? Config::kRegisterDims / 16 : 1][4];
 
   // Determines the thread's place again, so that addresses derived from it do not stay in
   // registers.
@@ -102,7 +106,7 @@ struct BackwardBlock {
   __device__ __forceinline__ KTile QTile(int stage) const {
     return {SharedAddress(shared.q[stage])};
   }
-  __device__ __forceinline__ VTile DoTile(int stage) const {
+  __device__ __forceinline__ DoTileOf DoTile(int stage) const {
     return {SharedAddress(shared.dout[stage])};
   }
   // The queries of the warp's own chunk `own`, of all chunks of a block.
@@ -118,18 +122,37 @@ struct BackwardBlock {
 
   // --- Products ---
 
-  // c[the group's keys, queries of a chunk] += keys * queries^T, over all dims.
-  template <int kDim>
-  __device__ __forceinline__ void MultiplyQueries(SharedTile<kDim> keys, SharedTile<kDim> queries,
-                                                  int chunk,
+  // Loads the values that stay in registers.
+  __device__ __forceinline__ void LoadValues(LastVTile tile) {
+    Renew();
+    const LeftRows<LastVTile::kDim> left({tile.address + group * tile.Bytes(kGroupKeys)}, lane);
+#pragma unroll
+    for (int m = 0; m < kPieces; ++m) {
+#pragma unroll
+      for (int d = 0; d < Config::kRegisterDims; d += 16) left.Load(16 * m, d, values[m][d / 16]);
+    }
+  }
+
+  // c[the group's keys, queries of a chunk] += keys * queries^T, over all dims. Dims that `keys`
+  // does not have are in `values`.
+  template <int kKeyDim, int kDim>
+  __device__ __forceinline__ void MultiplyQueries(SharedTile<kKeyDim> keys,
+                                                  SharedTile<kDim> queries, int chunk,
                                                   float (&c)[kPieces][kChunk / 2]) const {
-    const LeftRows<kDim> left({keys.address + group * keys.Bytes(kGroupKeys)}, lane);
+    const LeftRows<kKeyDim> left({keys.address + group * keys.Bytes(kGroupKeys)}, lane);
     const RightRows<kDim> right({queries.address + chunk * queries.Bytes(kChunk)}, lane);
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
       uint32_t a[kPieces][4];
 #pragma unroll
-      for (int m = 0; m < kPieces; ++m) left.Load(16 * m, d, a[m]);
+      for (int m = 0; m < kPieces; ++m) {
+        if (d < kKeyDim) {
+          left.Load(16 * m, d, a[m]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) a[m][j] = values[m][(d - kKeyDim) / 16][j];
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kChunk; i += 16) {
         uint32_t b[4];

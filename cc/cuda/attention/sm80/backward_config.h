@@ -17,6 +17,7 @@ namespace jax_magi::cuda::sm80 {
 struct UsualBackwardTile {
   static constexpr int kPieces = 2;
   static constexpr int kQueries = 64;
+  static constexpr int kRegisterDims = 0;  // This many dims of values stay in registers.
   static constexpr int kMinBlocks = 1;
   static constexpr int kMaxSharedBytes = kLeastSharedMemory;
 };
@@ -74,19 +75,23 @@ struct BackwardTile<192, 128, kHasSoftcap, true> : UsualBackwardTile {
 
 // Shared memory, 145 KB: 32 each for keys, values, queries and dO, and 8 for each of two stages of
 // dS.
-template <bool kHasSoftcap>
-struct BackwardTile<256, 256, kHasSoftcap, true> : UsualBackwardTile {
+template <>
+struct BackwardTile<256, 256, false, true> : UsualBackwardTile {
   static constexpr int kGroups = 2, kSplit = 4;
   static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
   static constexpr int kMaxSharedBytes = 163 << 10;
 };
-// Half as many queries, of 32 keys, and two stages of queries: 85 KB.
-template <bool kHasSoftcap>
-struct BackwardTile<256, 256, kHasSoftcap, false> : UsualBackwardTile {
-  static constexpr int kPieces = 1, kQueries = 32;
-  static constexpr int kGroups = 2, kSplit = 2;
-  static constexpr int kQStages = 2, kDoStages = 1, kDsStages = 2;
+// Half as many queries, half of the values in registers, and half as many keys per warp, which
+// leaves registers for that: 89 KB.
+template <>
+struct BackwardTile<256, 256, false, false> : UsualBackwardTile {
+  static constexpr int kPieces = 1, kQueries = 32, kRegisterDims = 128;
+  static constexpr int kGroups = 4, kSplit = 2;
+  static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
 };
+// With a cap, the larger tile would spill.
+template <bool kHasMuchMemory>
+struct BackwardTile<256, 256, true, kHasMuchMemory> : BackwardTile<256, 256, false, false> {};
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_, bool kHasMuchMemory_,
           typename Tile_ = BackwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kHasMuchMemory_>>
@@ -101,6 +106,7 @@ struct BackwardConfig : Tile_ {
   // A warp computes the scores of this many queries at a time, kOwnChunks times.
   static constexpr int kChunk = Tile::kSplit == 1 ? 32 : Tile::kQueries / Tile::kSplit;
   static constexpr int kOwnChunks = Tile::kQueries / (kChunk * Tile::kSplit);
+  static constexpr int kSharedValueDim = kValueDim - Tile::kRegisterDims;
   // The dims of a warp's dK and dV.
   static constexpr int kKDims = kHeadDim / Tile::kSplit, kVDims = kValueDim / Tile::kSplit;
   // dQ of a block is computed during the next block, so that one barrier a block is enough.
@@ -116,16 +122,17 @@ struct BackwardConfig : Tile_ {
   static_assert(kDqDims % 16 == 0, "whole pieces of keys");
 };
 
-// One kernel covers all terms, with a cap and without. Sums by key take 2 KB of shared memory, and
-// queries and dO have one stage each.
-template <int kHeadDim, int kValueDim, bool kHasMuchMemory>
-struct BackwardTermsTile : BackwardTile<kHeadDim, kValueDim, /*kHasSoftcap=*/true, kHasMuchMemory> {
+// One kernel covers all terms, with a cap and without, and all GPUs. Sums by key take up to 2 KB of
+// shared memory, and queries and dO have one stage each.
+template <int kHeadDim, int kValueDim>
+struct BackwardTermsTile
+    : BackwardTile<kHeadDim, kValueDim, /*kHasSoftcap=*/true, /*kHasMuchMemory=*/false> {
   static constexpr int kQStages = 1, kDoStages = 1;
 };
-template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasMuchMemory_>
+template <int kHeadDim_, int kValueDim_, typename Element_>
 struct BackwardTermsConfig
-    : BackwardConfig<kHeadDim_, kValueDim_, Element_, /*kHasSoftcap=*/true, kHasMuchMemory_,
-                     BackwardTermsTile<kHeadDim_, kValueDim_, kHasMuchMemory_>> {
+    : BackwardConfig<kHeadDim_, kValueDim_, Element_, /*kHasSoftcap=*/true,
+                     /*kHasMuchMemory=*/false, BackwardTermsTile<kHeadDim_, kValueDim_>> {
   static constexpr bool kHasTerms = true;
   static_assert(BackwardTermsConfig::kSplit > 1, "sums by key are those of warps that share keys");
 };

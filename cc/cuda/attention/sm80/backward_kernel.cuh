@@ -34,9 +34,19 @@ struct BackwardLoads {
     CopyTile<Config::kKeys, Config::kHeadDim>(shared.k, params.k, tile.batch, params.k_len,
                                               params.num_kv_heads, kv_head, tile.begin,
                                               params.head_dim);
-    CopyTile<Config::kKeys, Config::kValueDim>(shared.v, params.v, tile.batch, params.k_len,
-                                               params.num_kv_heads, kv_head, tile.begin,
-                                               params.value_dim);
+    CopyTile<Config::kKeys, Config::kSharedValueDim>(shared.v, params.v, tile.batch, params.k_len,
+                                                     params.num_kv_heads, kv_head, tile.begin,
+                                                     params.value_dim);
+  }
+
+  // The values that stay in registers, by way of the memory for dO.
+  __device__ __forceinline__ void LastValues() const {
+    const Tile& tile = shared.walk.tile;
+    static_assert(sizeof(shared.dout[0]) >=
+                  Config::kKeys * Config::kRegisterDims * sizeof(Element));
+    CopyTile<Config::kKeys, Config::kRegisterDims>(
+        shared.dout[0], params.v, tile.batch, params.k_len, params.num_kv_heads,
+        shared.walk.KvHead(params.walk), tile.begin, params.value_dim, Config::kSharedValueDim);
   }
 
   __device__ __forceinline__ void Q(const BlockInfo& info, int stage) const {
@@ -63,15 +73,17 @@ struct BackwardLoads {
   }
 
  private:
-  // Rows from `begin` on of a head of a tensor [batch, length, num_heads, dim].
+  // Rows from `begin` on of a head of a tensor [batch, length, num_heads, dim], dims from
+  // `first_dim` on.
   template <int kRows, int kDim>
   __device__ __forceinline__ void CopyTile(Element* to, const void* from, int batch, int length,
-                                           int num_heads, int head, int begin, int dim) const {
+                                           int num_heads, int head, int begin, int dim,
+                                           int first_dim = 0) const {
     const int64_t stride = int64_t{num_heads} * dim;
-    const auto* row0 =
-        static_cast<const Element*>(from) + batch * length * stride + int64_t{head} * dim;
-    CopyRows<kThreads, kRows>(SharedTile<kDim>{SharedAddress(to)}, row0, stride, begin, length, dim,
-                              ThreadAnew());
+    const auto* row0 = static_cast<const Element*>(from) + batch * length * stride +
+                       int64_t{head} * dim + first_dim;
+    CopyRows<kThreads, kRows>(SharedTile<kDim>{SharedAddress(to)}, row0, stride, begin, length,
+                              dim - first_dim, ThreadAnew());
   }
 };
 
@@ -101,6 +113,14 @@ struct BackwardLoop {
   __device__ __forceinline__ void Run(Advance advance) {
     if (Info(0).head < 0) return;
     loads.Keys();
+    if constexpr (Config::kRegisterDims > 0) {
+      static_assert(!kDoIsEarly, "the memory for dO is free until the first barrier of the loop");
+      loads.LastValues();
+      CommitCopies();
+      WaitForGroups<0>();
+      __syncthreads();
+      block.LoadValues({SharedAddress(shared.dout[0])});
+    }
     LoadEarly(0);
     CommitCopies();
     // The dQ of a block may come an iteration later, so there is one iteration more.

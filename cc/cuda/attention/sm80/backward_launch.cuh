@@ -134,16 +134,6 @@ auto WithBackwardConfig(bool has_softcap, const Target& target, Use use) {
   return with_softcap(std::false_type());
 }
 
-// The same for calls with terms.
-template <int kHeadDim, int kValueDim, typename Element, typename Use>
-auto WithBackwardTermsConfig(const Target& target, Use use) {
-  if constexpr (kHeadDim > 192) {
-    using Much = BackwardTermsConfig<kHeadDim, kValueDim, Element, true>;
-    if (target.shared_memory_bytes >= Much::kMaxSharedBytes) return use(Much());
-  }
-  return use(BackwardTermsConfig<kHeadDim, kValueDim, Element, false>());
-}
-
 template <int kHeadDim, int kValueDim, typename Element>
 Status BackwardVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& args,
                                                              int num_parts, bool deterministic,
@@ -164,15 +154,13 @@ template <int kHeadDim, int kValueDim, typename Element>
 Status BackwardTermsVariant<kHeadDim, kValueDim, Element>::Launch(const BackwardArgs& args,
                                                                   int num_parts, bool deterministic,
                                                                   const LaunchOptions& options) {
-  return WithBackwardTermsConfig<kHeadDim, kValueDim, Element>(options.target, [&](auto config) {
-    return LaunchBackward<decltype(config)>(args, num_parts, deterministic, options);
-  });
+  return LaunchBackward<BackwardTermsConfig<kHeadDim, kValueDim, Element>>(args, num_parts,
+                                                                           deterministic, options);
 }
 
 template <int kHeadDim, int kValueDim, typename Element>
-Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall& call) {
-  return WithBackwardTermsConfig<kHeadDim, kValueDim, Element>(
-      call.target, [](auto config) { return kBackwardTiling<decltype(config)>; });
+Tiling BackwardTermsVariant<kHeadDim, kValueDim, Element>::TilingOf(const AttentionCall&) {
+  return kBackwardTiling<BackwardTermsConfig<kHeadDim, kValueDim, Element>>;
 }
 
 }  // namespace jax_magi::cuda::sm80
