@@ -17,6 +17,7 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_KERNEL_CUH_
 
 #include "cc/cuda/attention/sm80/backward_block.cuh"
+#include "cc/cuda/attention/sm80/backward_dq.cuh"
 
 namespace jax_magi::cuda::sm80 {
 
@@ -143,7 +144,7 @@ struct BackwardLoop {
         CommitCopies();
         advance(shared.block[(n + 2) % 4]);
       }
-      if (Config::kDqIsLate && n > 0) block.AddDq(Info(n - 1), DsStage(n - 1));
+      if (Config::kDqIsLate && n > 0) AddDq(n - 1);
       if (!has_block) break;
       if constexpr (!kQIsEarly) {
         WaitForGroups<1 + !kDoIsEarly>();
@@ -156,12 +157,16 @@ struct BackwardLoop {
       }
       if constexpr (!Config::kDqIsLate) {
         __syncthreads();  // dS is complete.
-        block.AddDq(Info(n), DsStage(n));
+        AddDq(n);
       }
     }
   }
 
  private:
+  __device__ __forceinline__ void AddDq(uint32_t n) const {
+    BackwardDq<Config>{params, shared}.Add(Info(n), DsStage(n));
+  }
+
   // Copies as much of a block as has two stages.
   __device__ __forceinline__ void LoadEarly(uint32_t n) const {
     if constexpr (kQIsEarly) loads.Q(Info(n), QStage(n));
