@@ -44,7 +44,7 @@ CPP = {
   "ffi": {"", "cpu", "cuda", "cuda/attention", "cuda/overlap", "cuda/softmax"},
   "cpu": {""},
   "cuda/attention/sm90": {"", "cuda", "cuda/attention"},
-  "cuda/attention/sm80": {"cuda/attention"},
+  "cuda/attention/sm80": {"", "cuda", "cuda/attention"},
   "cuda/attention": {"", "cuda"},
   "cuda/overlap": {"cuda"},
   "cuda/softmax": {"", "cuda"},
@@ -57,7 +57,8 @@ OUTSIDE = {
   "xla/": {"ffi"},
   "nanobind/": {"ffi"},
   "cute/": set(),
-  "cutlass/": {"cuda/attention", "cuda/attention/sm90"},  # Types of elements, and nothing else.
+  # Types of elements, and nothing else.
+  "cutlass/": {"cuda/attention", "cuda/attention/sm80", "cuda/attention/sm90"},
   "cuda": {"cuda", "cuda/attention", "cuda/attention/sm90", "cuda/softmax"},
 }
 
