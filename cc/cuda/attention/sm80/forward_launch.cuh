@@ -76,7 +76,8 @@ auto WithForwardTile(const Target& target, Use use) {
   using Much = ForwardTile<kHeadDim, kValueDim, true>;
   using Little = ForwardTile<kHeadDim, kValueDim, false>;
   if constexpr (kHeadDim > 192) {
-    if (target.shared_memory_bytes >= kMuchSharedMemory) return use(Much());
+    const int bytes = target.shared_memory_bytes;
+    if (kMuchSharedMemory <= bytes && bytes < kRoomForTwo) return use(Much());
   }
   return use(Little());
 }
