@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_magi
-from jax_magi import AttentionMask, magi_attn_flex_key, stack_keys
+from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key, stack_keys
 from tests.cp_runs import make_mesh
 
 _MASK = AttentionMask.causal(64)
@@ -116,3 +116,13 @@ def test_part_of_a_key_is_named():
   )
   with pytest.raises(ValueError, match="leaves of 4 ranks or of one, got 2"):
     jax.eval_shape(fun, jnp.zeros((64, 2, 16)))
+
+
+def test_documents_shorter_than_the_sequence_are_no_cross_attention():
+  cu_seqlens = [0, 120, 300]
+  for other in (None, cu_seqlens, np.array(cu_seqlens)):
+    spec = magi_attn_varlen_key(cu_seqlens, other, total_seqlen=512, cp_size=2).spec
+    assert (spec.q_len, spec.k_len, spec.is_cross) == (512, 512, False)
+  lengths = {"total_seqlen": 512, "total_seqlen_k": 640}
+  spec = magi_attn_varlen_key(cu_seqlens, [0, 10, 200], **lengths, cp_size=2).spec
+  assert (spec.q_len, spec.k_len, spec.is_cross) == (512, 640, True)

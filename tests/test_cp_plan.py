@@ -442,13 +442,3 @@ def test_a_picture():
   pytest.importorskip("matplotlib")
   key = magi_attn_varlen_key([0, 500, 1024], causal=True, cp_size=4)
   assert len(key.plot()) == 3
-
-
-def test_documents_shorter_than_the_sequence_are_no_cross_attention():
-  cu_seqlens = [0, 120, 300]
-  for other in (None, cu_seqlens, np.array(cu_seqlens)):
-    spec = magi_attn_varlen_key(cu_seqlens, other, total_seqlen=512, cp_size=2).spec
-    assert (spec.q_len, spec.k_len, spec.is_cross) == (512, 512, False)
-  lengths = {"total_seqlen": 512, "total_seqlen_k": 640}
-  spec = magi_attn_varlen_key(cu_seqlens, [0, 10, 200], **lengths, cp_size=2).spec
-  assert (spec.q_len, spec.k_len, spec.is_cross) == (512, 640, True)

@@ -1,4 +1,4 @@
-"""jit, vmap, scan, checkpoint, shardings, export: attention under JAX's transformations."""
+"""jit, vmap, scan, checkpoint, shardings: attention under JAX's transformations."""
 
 import contextlib
 import functools
@@ -6,7 +6,6 @@ import re
 import time
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -358,46 +357,6 @@ def test_explicit_axes_of_masks(is_mesh_set):
   with jax.set_mesh(mesh) if is_mesh_set else contextlib.nullcontext():
     got = jax.jit(run)(*sharded)
   assert_trees_close(jax.device_get(got), jax.device_get(expected))
-
-
-# --- export and other platforms ---
-
-
-def _exportable(q, k, v, slices):
-  mask = AttentionMask(slices, q.shape[0], k.shape[0])
-  return jax_magi.attention(q, k, v, mask)[0]
-
-
-def test_export_round_trip():
-  arguments = (*(x[0] for x in _batch()), _masks(64, [20])[0])
-  allowed = [jax.export.DisabledSafetyCheck.custom_call(_TARGET)]
-  exported = jax.export.export(jax.jit(_exportable), disabled_checks=allowed)(*arguments)
-  restored = jax.export.deserialize(exported.serialize())
-  np.testing.assert_array_equal(restored.call(*arguments), _exportable(*arguments))
-
-
-def test_export_of_shard_map():
-  mesh = _mesh(AxisType.Auto)
-  q, k, v = (jax.device_put(x, NamedSharding(mesh, P("x"))) for x in _batch())
-  slices = _masks(64, [20])[0]
-
-  def local(q, k, v, slices):
-    return jax.vmap(_exportable, (0, 0, 0, None))(q, k, v, slices)
-
-  specs = (P("x"), P("x"), P("x"), P())
-  fun = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("x")))
-  allowed = [jax.export.DisabledSafetyCheck.custom_call(_TARGET)]
-  exported = jax.export.export(fun, disabled_checks=allowed)(q, k, v, slices)
-  restored = jax.export.deserialize(exported.serialize())
-  got = jax.jit(restored.call)(q, k, v, slices)
-  np.testing.assert_array_equal(got, fun(q, k, v, slices))
-
-
-def test_platforms_without_native_kernels_get_the_blockwise_path():
-  arguments = (*(x[0] for x in _batch()), _masks(64, [20])[0])
-  traced = jax.jit(_exportable).trace(*arguments)
-  assert _TARGET not in traced.lower(lowering_platforms=("tpu",)).as_text()
-  assert _TARGET in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
 @pytest.mark.parametrize(
