@@ -185,20 +185,14 @@ def test_a_transfer_without_overlap_is_reported_and_not_rejected():
     assert overlap.faults_of(schedule) == []
 
 
-_TOO_EARLY = pytest.mark.xfail(
-  strict=True,
-  reason="XLA puts a barrier before the start of a transfer, as neither needs the other",
-)
-
-
 @needs_compiler
 @pytest.mark.parametrize(
   ("nodes", "transport", "mask"),
   [
     (1, "all_to_all", "documents"),
     pytest.param(1, "all_gather", "full", marks=pytest.mark.long),
-    pytest.param(1, "ragged", "documents", marks=[pytest.mark.long, _TOO_EARLY]),
-    pytest.param(2, "two_level", "window", marks=[pytest.mark.long, _TOO_EARLY]),
+    pytest.param(1, "ragged", "documents", marks=pytest.mark.long),
+    pytest.param(2, "two_level", "window", marks=pytest.mark.long),
   ],
 )
 def test_a_kernel_barrier_is_between_transfers_and_their_kernel(nodes, transport, mask):

@@ -435,7 +435,7 @@ def test_slices_of_a_mask_cannot_be_changed():
 def test_merge_names_wrong_shapes():
   with pytest.raises(ValueError, match="outs must have one shape"):
     jax_magi.merge_attention([jnp.zeros((3, 2, 4))], [jnp.zeros((3, 1))])
-  with pytest.raises(ValueError, match="as many"):
+  with pytest.raises(ValueError, match="same length of at least 1, got 1 and 0"):
     jax_magi.merge_attention([jnp.zeros((3, 2, 4))], [])
 
 

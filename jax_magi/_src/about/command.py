@@ -69,7 +69,7 @@ def _kernels_of(name: str, backend: Backend) -> list[str]:
   if all(a.devices == backend.softmax_devices for a in backend.architectures):
     lines = [f"  {name}: for {backend.softmax_devices.words}, {compiled}"]
   else:
-    lines = [f"  {name}: {compiled}"]
+    lines = _wrapped("  ", compiled.split(", "), f"{name}: ")
     for architecture in backend.built_architectures():
       lines.append(f"    attention {architecture.name} is for {architecture.devices.words}")
     lines.append(f"    softmax is for {backend.softmax_devices.words}")
