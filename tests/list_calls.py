@@ -9,9 +9,7 @@ import numpy as np
 
 from jax_magi import AttentionMask
 from jax_magi._src.native.call import native_call
-from tests.needs import hopper_needs
-
-HEADER_WORDS, TILE_WORDS = 16, 8
+from tests.needs import HEADER_WORDS, TILE_WORDS, hopper_needs
 
 
 def needs_of(mask):

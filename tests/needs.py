@@ -11,6 +11,9 @@ import numpy as np
 from jax_magi._src.native import attention
 from jax_magi._src.native.backends import BACKENDS, CUDA
 
+# int32 words of a tile list: of its header, and of each tile.
+HEADER_WORDS, TILE_WORDS = 16, 8
+
 
 def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2, **changes):
   """The needs of bf16 attention with a known mask. `changes` are arguments of `attention_needs`."""

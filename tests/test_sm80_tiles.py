@@ -5,7 +5,7 @@ import pytest
 
 from jax_magi import AttentionMask
 from jax_magi._src.native.backends import CUDA
-from tests.needs import hopper_needs
+from tests.needs import HEADER_WORDS, TILE_WORDS, hopper_needs
 
 if CUDA.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
@@ -44,7 +44,7 @@ def test_tiles_hold_all_rows_and_visible_pairs(name, dims, kilobytes, is_backwar
   stamp = CUDA.module.read_tile_stamp(needs.tile_stamp)
   assert stamp["by_keys"] == is_backward
   words = np.frombuffer(needs.tile_list, np.int32)
-  tiles = words[16:].reshape(-1, 8)
+  tiles = words[HEADER_WORDS:].reshape(-1, TILE_WORDS)
   assert words[0] == len(tiles)
   dense = mask.to_dense().T if is_backward else mask.to_dense()
   counts = np.zeros(len(dense), int)

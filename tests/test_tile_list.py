@@ -12,7 +12,7 @@ from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention
 from jax_magi._src.native.backends import CUDA
-from tests.needs import hopper_needs, most_tile_rows, stamped_blocks
+from tests.needs import HEADER_WORDS, TILE_WORDS, hopper_needs, most_tile_rows, stamped_blocks
 
 if CUDA.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
@@ -30,12 +30,9 @@ MASKS = {
 }
 
 
-_HEADER_WORDS = 16
-
-
 def _tiles(mask, **call):
   words = np.frombuffer(hopper_needs(mask, **call).tile_list, np.int32)
-  header, tiles = words[:_HEADER_WORDS], words[_HEADER_WORDS:].reshape(-1, 8)
+  header, tiles = words[:HEADER_WORDS], words[HEADER_WORDS:].reshape(-1, TILE_WORDS)
   assert header[0] == len(tiles)
   assert (header[2:5] == 0).all(), "the device alone tells heavy tiles"
   batch, begin, num_rows, num_blocks = tiles[:, :4].T
@@ -343,7 +340,7 @@ def test_room_for_a_list_that_the_device_makes(is_backward):
   mask = AttentionMask.from_cu_seqlens([0, 700, 1700, 1900, 3000])
   needs = hopper_needs(mask, is_backward=is_backward, static_slices=None)
   most_rows = most_tile_rows(needs)
-  assert needs.tile_list_words == _HEADER_WORDS + 8 * (
+  assert needs.tile_list_words == HEADER_WORDS + TILE_WORDS * (
     2 * (-(-3000 // most_rows) + 2 * mask.slices.shape[0])
   )
 

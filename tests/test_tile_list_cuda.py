@@ -14,14 +14,12 @@ from jax_magi import AttentionMask
 from jax_magi._src.native.attention import list_tiles
 from tests.accuracy import check_attention, make_inputs
 from tests.list_calls import (
-  HEADER_WORDS,
-  TILE_WORDS,
   forged_list,
   forward_with_list,
   list_of,
   needs_of,
 )
-from tests.needs import forward_in_clusters, hopper_needs
+from tests.needs import HEADER_WORDS, TILE_WORDS, forward_in_clusters, hopper_needs
 
 pytestmark = pytest.mark.gpu
 
