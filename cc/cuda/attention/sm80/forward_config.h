@@ -7,10 +7,10 @@
 
 namespace jax_magi::cuda::sm80 {
 
-// From this much shared memory on, a block can have the tiles made for sm_80.
+// From this much shared memory on, a CTA can use the tiles made for sm_80.
 constexpr int kMuchSharedMemory = 163 << 10;
-// From this much on, an SM has room for two blocks with the tiles made for 99 KB. With 256 dims
-// they took 10% less time on an H200 than one block with the tile made for sm_80.
+// From this much on, an SM has room for two CTAs with the tiles made for 99 KB. With 256 dims, they
+// took 10% less time on an H200 than one CTA with the tile made for sm_80.
 constexpr int kRoomForTwo = 2 * kLeastSharedMemory;
 
 // A warp has 16 rows of each of kRowGroups groups of 64 rows. Pieces of keys, loaded from shared
