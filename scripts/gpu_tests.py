@@ -229,7 +229,9 @@ def finish(ended: Running, results: Results) -> list[Job]:
   job, seconds = ended.job, time.monotonic() - ended.start_s
   text, status = ended.log.read_text(errors="replace"), ended.process.returncode
   output = [line for line in text.splitlines() if not any(noise in line for noise in NOISE)]
-  message = "\n".join([*output, f"The process ended with status {status}."])
+  # A sanitizer may print many reports, and a process it ends a traceback: repeat the first report.
+  reports = [] if job.is_pytest else [line for line in output if line.startswith("=========")][:6]
+  message = "\n".join([*output, *reports, f"The process ended with status {status}."])
   if not job.is_pytest:
     if UNSUPPORTED in text:
       print(f"{job.tests[0]}: not run (compute-sanitizer does not support this device)")

@@ -17,8 +17,8 @@ def needs_of(mask):
   return hopper_needs(mask, is_backward=False, group=2, head_dim=64)
 
 
-def forward_with_list(mask, tile_list, *, tile_stamp=None, shared_memory_kb=99):
-  """out `[q_len, 4, 64]` and lse of a forward call with this list, and q, k and v."""
+def call_with_list(mask, tile_list, *, tile_stamp=None, shared_memory_kb=99):
+  """out `[1, q_len, 4, 64]` and lse of a forward call with this list, and q, k and v."""
   rng = np.random.default_rng(0)
   q, k, v = (
     jnp.asarray(rng.standard_normal((1, length, heads, 64)), jnp.bfloat16)
@@ -48,7 +48,12 @@ def forward_with_list(mask, tile_list, *, tile_stamp=None, shared_memory_kb=99):
     )
 
   out, lse, *_ = jax.block_until_ready(call(q, k, v, jnp.asarray(tile_list)))
-  return out[0], lse[0], (q[0], k[0], v[0])
+  return out, lse, (q, k, v)
+
+
+def forward_with_list(mask, tile_list, **options):
+  """The results of `call_with_list` without the axis of the batch."""
+  return jax.tree.map(lambda x: x[0], call_with_list(mask, tile_list, **options))
 
 
 def list_of(mask) -> np.ndarray:

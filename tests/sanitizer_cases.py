@@ -25,7 +25,7 @@ import numpy as np
 import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import check_attention, make_inputs
-from tests.list_calls import forged_list, forward_with_list
+from tests.list_calls import call_with_list, forged_list
 from tests.machine import choose_architecture
 from tests.needs import forward_in_clusters
 from tests.softmax_cases import SoftmaxCase, check_softmax
@@ -93,9 +93,9 @@ def _batch():
 
 
 def _forged_list():
-  """A list whose tiles exceed the arrays."""
+  """A list whose tiles exceed the arrays. Rows that belong to no tile are not written, nor read."""
   mask = AttentionMask.causal(180)
-  forward_with_list(mask, forged_list(mask))
+  call_with_list(mask, forged_list(mask))
 
 
 def _bias_cases():

@@ -157,6 +157,18 @@ def test_sanitizers_have_rows(project, capsys):
   assert "an error" in text
 
 
+def test_first_report_of_a_sanitizer_is_shown(project, capsys):
+  program = """
+import sys
+print("========= COMPUTE-SANITIZER", "========= Barrier error", sep="\\n")
+print(*(f"========= later {i}" for i in range(999)), sep="\\n")
+sys.exit(1)
+"""
+  job = gpu_tests.Job(["synccheck many"], [sys.executable, "-c", program])
+  assert _run(project, "first", [], [job])[0] == 1
+  assert "Barrier error" in capsys.readouterr().out
+
+
 def test_sanitizers_that_are_not_installed_are_not_run(project, capsys):
   sanitizers = gpu_tests.sanitizer_jobs(program=None)
   assert _run(project, "first", [], sanitizers) == (2, [])
