@@ -1,13 +1,15 @@
 """Predicts how context parallelism scales, without a cluster.
 
 python -m benchmarks.context_parallel measure --json FILE       (on one Hopper GPU)
-python -m benchmarks.context_parallel predict --json FILE [--plot FILE] [--markdown FILE]
+python -m benchmarks.context_parallel predict --json FILE... [--plot FILE] [--markdown FILE]
 
-`measure` plans each mask on ranks of 8192 tokens, eight per node, and times the kernel calls of a
-few ranks, stage by stage. Each call continues with the results of earlier calls. Plans are those of
-`overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `predict` adds the transfers, padding
-included, and simulates the steps of both passes: a transfer begins when all ranks of its group are
-ready, and a step ends when its kernel and its transfers have ended.
+`measure` plans each mask on ranks of 8192 tokens, eight per node, and times the kernels of a few
+ranks. All kernels of a pass are one program, in the order of the plan and without the transfers:
+one launch makes their tile lists, and each continues with the results of earlier ones. Plans are
+those of `overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `measure` skips the cells that
+the file already has. `predict` adds the transfers, padding included, and simulates the steps of
+both passes: a transfer begins when all ranks of its group are ready, and a step ends when its
+kernel and its transfers have ended. Each file is compared with the single GPU of its own run.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 import jax_magi
@@ -28,6 +31,7 @@ from benchmarks.rank_kernels import HEAD_DIM, LOCAL, NUM_KV_HEADS, NUM_Q_HEADS, 
 from jax_magi import AttentionMask, Links
 from jax_magi._src.context_parallel.hops import rows_by_link
 from jax_magi._src.context_parallel.predict import predict as predict_pass
+from jax_magi._src.context_parallel.schedule import steps_of
 from jax_magi._src.context_parallel.stats import pair_rows
 
 NODE = 8
@@ -112,34 +116,53 @@ def networks_of(cp_size: int) -> tuple[float, ...]:
 
 
 def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
-  """Measures all cells. Writes the file after each cell, so that an interrupted run is not lost."""
-  import jax
-
+  """Measures the cells that the file lacks. Writes it after each cell."""
   kernels = Kernels()
-  cells: list[dict[str, Any]] = []
-  alone: dict[str, Any] = {}
-  data = {"device": jax.devices()[0].device_kind, "alone": alone, "cells": cells}
+  data: dict[str, Any] = {"device": jax.devices()[0].device_kind, "alone": {}, "cells": []}
+  if path.exists():
+    data = json.loads(path.read_text())
+  done = {(cell["mask"], cell["cp_size"], cell["network"]) for cell in data["cells"]}
   for name in names:
-    length = 4 * LOCAL
-    mask = MASKS[name](length)
-    slices = mask.pad(_round_up(len(mask.slices))).slices
-    forward, backward = kernels.alone(np.asarray(slices), length)
-    alone[name] = {"area": mask.area(), "forward": forward, "backward": backward}
-    print(f"{name:16s} one GPU, {length} tokens: {_rates(mask.area(), forward, backward)}")
-    for cp_size in cp_sizes:
-      for network in networks_of(cp_size):
-        key = planned_key(name, cp_size, network)
-        cell = {"mask": name, "cp_size": cp_size, "network": network, **time_ranks(kernels, key)}
-        cells.append(cell)
-        busiest = int(np.sum(cell["areas"][0], axis=1).argmax())
-        times = (sum(cell[name][busiest]) for name in ("forward", "backward"))
-        print(
-          f"{name:16s} cp {cp_size:3d} {network / 1e9:3.0f} GB/s degree {cell['degree']}"
-          f"{' whole queries' if key.whole_slices is not None else ''}, slowest rank: "
-          f"{_rates(sum(cell['areas'][0][busiest]), *times)}",
-          flush=True,
-        )
-        path.write_text(json.dumps(data, indent=1) + "\n")
+    measured: list[tuple[jax_magi.DistAttnKey, dict[str, Any]]] = []
+    if name not in data["alone"]:
+      data["alone"][name] = time_alone(kernels, name)
+    for cp_size, network in ((n, x) for n in cp_sizes for x in networks_of(n)):
+      if (name, cp_size, network) in done:
+        continue
+      key = planned_key(name, cp_size, network)
+      # Two networks often have one plan.
+      times = next((times for other, times in measured if is_same_plan(key, other)), None)
+      if times is None:
+        times = time_ranks(kernels, key)
+        measured.append((key, times))
+        kernels.forget()
+      cell = {"mask": name, "cp_size": cp_size, "network": network, **times}
+      data["cells"].append(cell)
+      slowest = int(np.sum(cell["forward"], axis=1).argmax())
+      seconds = (sum(cell[name][slowest]) for name in ("forward", "backward"))
+      print(
+        f"{name:16s} cp {cp_size:3d} {network / 1e9:3.0f} GB/s degree {cell['degree']}"
+        f"{' whole queries' if key.whole_slices is not None else ''}, slowest rank: "
+        f"{_rates(sum(cell['areas'][0][slowest]), *seconds)}",
+        flush=True,
+      )
+      path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def time_alone(kernels: Kernels, name: str) -> dict[str, Any]:
+  """The area of a mask on one GPU, and its seconds."""
+  length = 4 * kernels.local
+  mask = MASKS[name](length)
+  slices = mask.pad(_round_up(len(mask.slices))).slices
+  forward, backward = kernels.alone(np.asarray(slices), length)
+  print(f"{name:16s} one GPU, {length} tokens: {_rates(mask.area(), forward, backward)}")
+  return {"area": mask.area(), "forward": forward, "backward": backward}
+
+
+def is_same_plan(key: jax_magi.DistAttnKey, other: jax_magi.DistAttnKey) -> bool:
+  """Whether ranks compute the same with both plans."""
+  leaves = [jax.tree.leaves((x.slices, x.whole_slices)) for x in (key, other)]
+  return key.capacities == other.capacities and all(map(np.array_equal, *leaves))
 
 
 def time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
@@ -148,28 +171,27 @@ def time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
   areas = key.areas(is_forward=True), key.areas()
   by_area = np.argsort(areas[0].sum(axis=1))
   ranks = np.unique(by_area[np.linspace(0, len(by_area) - 1, NUM_TIMED).astype(int)])
-  own = [LOCAL] * bool(key.spec.overlap_degree)
-  tables = key.whole_slices if is_whole else key.slices
+  # Of ranks with equal work, one is enough.
+  _, first = np.unique(np.concatenate(areas, axis=1)[ranks], axis=0, return_index=True)
+  ranks = ranks[first]
+  is_staged = bool(key.spec.overlap_degree)
+  counts = [len(path) for path in capacities.hops] * is_staged
+  own = [kernels.local] * is_staged
   forward_rows = capacities.whole_rows if is_whole else capacities.rows
-  passes: tuple[tuple[Any, Any, Callable], ...] = (
-    (tables, forward_rows, functools.partial(kernels.forward_stage, is_whole=is_whole)),
-    (key.slices, capacities.rows, kernels.backward_stage),
+  tables = key.whole_slices if is_whole else key.slices
+  steps = [steps_of(counts, x, is_backward=bool(i)) for i, x in enumerate(capacities.orders)]
+  forward, backward = (
+    [time(np.asarray(slices[rank]), [*own, *rows]).tolist() for rank in ranks]
+    for slices, rows, time in (
+      (tables, forward_rows, functools.partial(kernels.forward_pass, steps[0], is_whole=is_whole)),
+      (key.slices, capacities.rows, functools.partial(kernels.backward_pass, steps[1])),
+    )
   )
-  seconds = []
-  for area, (slices, rows, time) in zip(areas, passes, strict=True):
-    lengths = [*own, *rows]
-
-    def stage(rank: int, i: int, k_len: int, area=area, slices=slices, time=time) -> float:
-      if not area[rank, i]:
-        return 0.0
-      return time(np.asarray(slices[rank, i]), k_len, i, area.shape[1])
-
-    seconds.append([[stage(rank, i, n) for i, n in enumerate(lengths)] for rank in ranks])
   return {
     "degree": key.spec.overlap_degree,
     "areas": [area[ranks].tolist() for area in areas],
-    "forward": seconds[0],
-    "backward": seconds[1],
+    "forward": forward,
+    "backward": backward,
   }
 
 
@@ -268,6 +290,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       latency=LATENCY,
       row_bytes=ROW_BYTES,
       grad_row_bytes=grad_row_bytes,
+      stage_seconds=(0.0, 0.0),  # The times of a stage's kernels are those of all its parts.
     )
 
   def passes(grad_row_bytes: int):
@@ -311,15 +334,17 @@ def _seconds_of_all(areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray) -
     timed: the visible pairs of the timed ranks.
     seconds: the seconds of the timed ranks.
   """
+  # Ranks without work in this stage launch its kernel, too.
+  idle = seconds[timed == 0].mean() if (timed == 0).any() else 0.0
   timed, seconds = timed[timed > 0], seconds[timed > 0]
   if not len(timed):
-    return np.where(areas > 0, np.nan, 0.0)
+    return np.where(areas > 0, np.nan, idle)
   rate, start = seconds.sum() / timed.sum(), 0.0
   if timed.max() > 1.1 * timed.min():
     fit, at_zero = np.polyfit(timed, seconds, 1)
     if fit > 0.0 and at_zero > 0.0:
       rate, start = fit, at_zero
-  return np.where(areas > 0, start + rate * areas, 0.0)
+  return np.where(areas > 0, start + rate * areas, idle)
 
 
 def _total_ragged(kernels: float, cell: dict[str, Any], network: float) -> float:
@@ -363,6 +388,11 @@ def to_markdown(cells: list[Cell]) -> str:
   return "\n".join(lines) + "\n"
 
 
+def _place(cell: Cell) -> tuple[int, int, float]:
+  """The place of a cell in the table."""
+  return list(MASKS).index(cell.mask), cell.cp_size, cell.network
+
+
 def plot(cells: list[Cell], path: str) -> None:
   import matplotlib.pyplot as plt
 
@@ -374,11 +404,11 @@ def plot(cells: list[Cell], path: str) -> None:
   )
   for ax, (title, network, value) in zip(axes, panels, strict=True):
     for name in MASKS:
-      points = sorted(  # Cells are in the order in which they were measured.
+      points = [
         (c.cp_size, value(c))
         for c in cells
         if c.mask == name and (c.network == network or c.cp_size <= NODE)
-      )
+      ]
       if points:
         ax.plot(*zip(*points, strict=True), marker="o", ms=3, label=name)
     ax.set(xscale="log", title=title, xlabel="ranks", ylim=(0, 1.05))
@@ -392,16 +422,19 @@ def plot(cells: list[Cell], path: str) -> None:
 def main(argv: list[str]) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("part", choices=["measure", "predict"])
-  parser.add_argument("--json", required=True, help="times of kernels")
+  parser.add_argument("--json", required=True, nargs="+", type=Path, help="times of kernels")
   parser.add_argument("--sizes", type=int, nargs="+", default=list(CP_SIZES))
   parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
   parser.add_argument("--plot")
   parser.add_argument("--markdown")
   options = parser.parse_args(argv)
   if options.part == "measure":
-    measure(tuple(options.sizes), options.masks, Path(options.json))
+    if len(options.json) > 1:
+      parser.error("measure writes one file")
+    measure(tuple(options.sizes), options.masks, options.json[0])
     return
-  cells = predict(json.loads(Path(options.json).read_text()))
+  runs = [json.loads(path.read_text()) for path in options.json]
+  cells = sorted((cell for run in runs for cell in predict(run)), key=_place)
   text = to_markdown(cells)
   print(text)
   if options.markdown:

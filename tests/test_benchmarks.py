@@ -14,7 +14,10 @@ import pytest
 
 import jax_magi
 from benchmarks import __main__ as command
-from benchmarks import mla, timing
+from benchmarks import context_parallel, mla, timing
+from benchmarks.rank_kernels import Kernels
+from jax_magi._src.context_parallel.schedule import num_parts_of, steps_of
+from jax_magi._src.native.attention import TARGETS
 from jax_magi._src.native.backends import CUDA
 from jax_magi._src.native.overlap import STAND_IN_TARGETS
 
@@ -99,6 +102,37 @@ def test_stand_in_for_communication_is_registered_by_benchmarks_alone():
     pytest.skip("built without the CUDA kernels")
   assert set(module.benchmark_handlers()) == set(STAND_IN_TARGETS)
   assert not set(module.handlers()) & set(STAND_IN_TARGETS)
+
+
+class _CountedKernels(Kernels):
+  """Kernels of small heads, each of which takes a second."""
+
+  def __init__(self, local):
+    super().__init__((4, 2), (32, 32), local)
+
+  def _turns(self, programs, operands):
+    for program in programs:
+      jax.block_until_ready(program(*operands))
+    return np.array([self._num_kernels(program) for program in programs], float)
+
+  def _num_kernels(self, program):
+    return sum(program.as_text().count(f'"{target}"') for target in TARGETS)
+
+
+@pytest.mark.parametrize("transport, degree", [("two_level", 2), ("all_to_all", 1), ("auto", 0)])
+def test_pass_of_a_rank_is_timed_as_it_runs(transport, degree):
+  """With all parts of divided kernels, and with shares of stages that add up to the whole."""
+  mask = jax_magi.AttentionMask.causal(1024)
+  key = jax_magi.magi_attn_flex_key(
+    mask, cp_size=4, ranks_per_node=2, overlap_degree=degree, transport=transport
+  )
+  times = context_parallel.time_ranks(_CountedKernels(256), key)
+  counts = [len(path) for path in key.capacities.hops] * bool(degree)
+  for number, name in enumerate(("forward", "backward")):
+    steps = steps_of(counts, is_backward=bool(number))
+    parts = [num_parts_of(steps, stage) for stage in range(degree + 1)]
+    assert parts[0] > 1 or not degree or not number
+    np.testing.assert_array_equal(times[name], [parts] * len(times[name]))
 
 
 def test_expansion_is_priced_as_it_was_measured():
