@@ -1,12 +1,13 @@
 """Times the stages of a rank against one call over the same keys.
 
-python -m benchmarks.stages [--degrees 1 2 4] [--masks causal window ...] [--cp-size 8]
+python -m benchmarks.stages [--degrees 1 2 4] [--masks causal window ...] [--cp-size 8] [--kernels]
 
 It plans each mask for ranks of 8192 tokens, and takes the rank with the most work. All its stages,
 forward or backward, are one program without the transfers. They accumulate in place, as in context
 parallelism, or XLA merges and sums them afterwards. Forward stages also run as in plans that
 compute each query in one stage. The single call has the keys of all stages in one array. Times are
-medians over turns.
+medians over turns. `--kernels` also prints the kernels of each program from a profile. It needs
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=`, because profiles do not show the kernels of graphs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import functools
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,8 @@ from jax_magi import Links, key_for_new_mask, merge_attention
 from jax_magi._src.attention import ops
 from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from jax_magi._src.attention.mask_operand import PassMasks
+from jax_magi._src.overlap.kinds import Kind
+from jax_magi._src.overlap.trace import read_trace
 
 _CONFIG = ops.AttentionConfig(HEAD_DIM**-0.5)
 _UNBOUNDED = 2**30
@@ -138,7 +142,30 @@ def _turns(calls: list[tuple[Callable, tuple[Any, ...]]], num_turns: int) -> lis
   return [statistics.median(found) for found in times]
 
 
-def measure(name: str, cp_size: int, degree: int, num_turns: int) -> None:
+def _kernels(fun: Callable, arguments: tuple[Any, ...]) -> list[str]:
+  """A line for each kernel of a call, from the last of a few runs, and a line for all of them."""
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      for number in range(4):
+        with jax.profiler.StepTraceAnnotation("run", step_num=number):
+          jax.block_until_ready(fun(*arguments))
+    kernels = read_trace(folder, check_kinds=False).steps[-1].kernels
+  lines = []
+  # The time in which some kernel runs: kernels may begin before the previous one ends.
+  first, last, attention, others = kernels[0].begin_ps, kernels[0].begin_ps, 0, 0
+  for kernel in kernels:
+    new = max(kernel.end_ps - max(kernel.begin_ps, last), 0)
+    last = max(last, kernel.end_ps)
+    is_attention = kernel.kind == Kind.ATTENTION
+    attention, others = attention + is_attention * new, others + (not is_attention) * new
+    begin, time = kernel.begin_ps - first, kernel.end_ps - kernel.begin_ps
+    lines.append(f"  {begin / 1e6:9.1f} us, for {time / 1e6:8.1f} us: {kernel}")
+  idle = last - first - attention - others
+  whole = f"{(last - first) / 1e6:.1f} us: attention {attention / 1e6:.1f}, other kernels"
+  return [*lines, f"  {whole} {others / 1e6:.1f}, none {idle / 1e6:.1f}"]
+
+
+def measure(name: str, cp_size: int, degree: int, num_turns: int, *, shows_kernels: bool) -> None:
   """Prints a line for each pass."""
   tables, lengths = rank_stages(name, cp_size, degree)
   keys = jax.random.split(jax.random.key(0), 4)
@@ -168,10 +195,19 @@ def measure(name: str, cp_size: int, degree: int, num_turns: int) -> None:
     once = [(buffer_k, buffer_v, jnp.asarray(table)[None]) for buffer_k, buffer_v, table in pairs]
     calls.append((jax.jit(forward_whole), (q, once)))
   _print(name, degree, "forward", _turns(calls, num_turns))
+  shown = {"one call": calls[0], "stages": calls[1]}
+  if len(calls) > 3:
+    shown["each query in one stage"] = calls[3]
   operands = (q, dout, *statistics_of_rows)
   run, summed = jax.jit(backward), jax.jit(backward_summed)
   calls = [(run, (*operands, whole)), (run, (*operands, stages)), (summed, (*operands, stages))]
   _print(name, degree, "backward", _turns(calls, num_turns))
+  if shows_kernels:
+    shown |= {"one call, backward": calls[0], "stages, backward": calls[1]}
+    for label, (fun, arguments) in shown.items():
+      print(
+        "\n".join([f"{name}, degree {degree}, {label}:", *_kernels(fun, arguments)]), flush=True
+      )
 
 
 def _print(name: str, degree: int, part: str, times: list[float]) -> None:
@@ -189,6 +225,7 @@ def main(argv: list[str]) -> None:
   parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4])
   parser.add_argument("--cp-size", type=int, default=8)
   parser.add_argument("--turns", type=int, default=5)
+  parser.add_argument("--kernels", action="store_true", help="print the kernels of each program")
   options = parser.parse_args(argv)
   print(
     "| mask | degree | pass | one call, ms | stages | ratio | merged by XLA | ratio | "
@@ -197,7 +234,7 @@ def main(argv: list[str]) -> None:
   print("|---|---|---|---|---|---|---|---|---|---|")
   for name in options.masks:
     for degree in options.degrees:
-      measure(name, options.cp_size, degree, options.turns)
+      measure(name, options.cp_size, degree, options.turns, shows_kernels=options.kernels)
 
 
 if __name__ == "__main__":
