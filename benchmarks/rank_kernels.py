@@ -69,7 +69,7 @@ class Kernels:
     kernels = [step for step in steps if step.stage >= 0]
 
     def forward(count, q, stages, tables):
-      masks = self.masks.forward_masks(steps, tables, lengths, self.local)
+      masks = self.masks.forward_masks(steps, tables, lengths, self.local, is_whole=is_whole)
       running = None
       for step in kernels[:count]:
         out_dtype = None if is_whole or step == kernels[-1] else np.float32

@@ -78,16 +78,20 @@ def _sink():
   return jnp.full((1, NUM_Q_HEADS), -jnp.inf, np.float32)
 
 
-def _masked(stages):
-  """k, v and the mask of each stage, whose tile lists are made at once, as in a pass of a rank."""
-  masks = PassMasks({i: (table[0], k.shape[1]) for i, (k, _, table) in enumerate(stages)})
+def _masked(stages, keeping_rows=()):
+  """k, v and the mask of each stage, whose tile lists are made at once, as in a pass of a rank.
+
+  `keeping_rows` has the numbers of stages that keep earlier results of rows without keys.
+  """
+  calls = {i: (table[0], k.shape[1]) for i, (k, _, table) in enumerate(stages)}
+  masks = PassMasks(calls, keeping_rows)
   return [(k, v, masks.operand(i, table[0])) for i, (k, v, table) in enumerate(stages)]
 
 
 def forward(q, stages):
   """16-bit out and lse of stages that accumulate. `stages` are tuples of k, v and slices."""
   running = None
-  for number, stage in enumerate(_masked(stages), 1):
+  for number, stage in enumerate(_masked(stages, range(1, len(stages) - 1)), 1):
     out_dtype = np.float32 if number < len(stages) else None
     running = ops.forward(_CONFIG, q, *stage, _sink(), out_dtype=out_dtype, running=running)
   out, lse, _ = running
@@ -97,7 +101,7 @@ def forward(q, stages):
 def forward_whole(q, stages):
   """The same for stages in which each query is computed once: nothing is merged."""
   running = None
-  for stage in _masked(stages):
+  for stage in _masked(stages, range(1, len(stages))):
     running = ops.forward(_CONFIG, q, *stage, _sink(), running=running)
   out, lse, _ = running
   return out, lse

@@ -101,6 +101,11 @@ struct ForwardArgs {
   // row sees keys in one of the calls only: the others leave it unchanged.
   const void* running_out;
   DType running_dtype;
+
+  // Whether rows that see no key of this call stay unchanged.
+  bool keeps_unseen_rows() const {
+    return running_out != nullptr && (running_dtype != DType::kF32 || out_dtype == DType::kF32);
+  }
 };
 
 struct BackwardArgs {

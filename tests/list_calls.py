@@ -1,7 +1,10 @@
 """Forward calls on a GPU with any list of tiles: one made for another call, or a wrong one.
 
-`python -m tests.list_calls` makes a call whose list is of another mask: the kernels end it.
+`python -m tests.list_calls other_length` makes a call whose list is of another mask, and
+`lacks_tiles` one whose list may lack tiles without blocks: the kernels end both.
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -73,4 +76,10 @@ def forged_list(mask) -> np.ndarray:
 
 
 if __name__ == "__main__":
-  forward_with_list(AttentionMask.causal(180), list_of(AttentionMask.causal(190)))
+  wrong = list_of(AttentionMask.causal(190))
+  if sys.argv[1] == "lacks_tiles":
+    wrong = list_of(AttentionMask.causal(180))
+    wrong[10] = 1
+  else:
+    assert sys.argv[1] == "other_length"
+  forward_with_list(AttentionMask.causal(180), wrong)

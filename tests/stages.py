@@ -23,19 +23,23 @@ def stage_slices(mask, bounds):
   return [np.asarray(crop.pad(num_slices).slices) for crop in crops]
 
 
-def _masks(slices, bounds, *, together):
-  """The mask of each stage. Tile lists are made together or one by one."""
+def _masks(slices, bounds, *, together, keeping_rows=()):
+  """The mask of each stage. Tile lists are made together or one by one.
+
+  `keeping_rows` has the numbers of forward stages that leave rows without keys unchanged.
+  """
   if not together:
     return [table[None] for table in slices]
   calls = zip(slices, (end - begin for begin, end in bounds), strict=True)
-  masks = PassMasks(dict(enumerate(calls)))
+  masks = PassMasks(dict(enumerate(calls)), keeping_rows)
   return [masks.operand(number, table) for number, table in enumerate(slices)]
 
 
 def forward_stages(config, q, k, v, sink, slices, bounds, *, together=True):
   """out, lse and max_logits of a batch of 1 after all stages. The last stage rounds."""
   running = None
-  masks = _masks(slices, bounds, together=together)
+  keeping_rows = range(1, len(bounds) - 1)
+  masks = _masks(slices, bounds, together=together, keeping_rows=keeping_rows)
   for number, ((begin, end), mask) in enumerate(zip(bounds, masks, strict=True), 1):
     operands = (q, k[:, begin:end], v[:, begin:end], mask, sink)
     out_dtype = np.float32 if number < len(bounds) else None
@@ -91,26 +95,41 @@ def _query_stage(config, q, k, v, slices, sink, running):
   return ops.forward(config, q[None], k[None], v[None], slices[None], sink, running=running)
 
 
+@functools.partial(quick_jit, static_argnums=0)
+def _query_stages(config, q, k, v, tables, sink):
+  """All of these calls. Lists lack the query tiles of other calls."""
+  bounds = [(0, k.shape[0])] * len(tables)
+  masks = _masks(tables, bounds, together=True, keeping_rows=range(1, len(tables)))
+  running = None
+  for mask in masks:
+    running = ops.forward(config, q[None], k[None], v[None], mask, sink, running=running)
+  return running
+
+
 def check_query_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **options):
   """Runs a mask in calls over queries `bounds` each, none of which rounds its results again.
 
-  Each call must leave all other queries as they are, to the last bit.
+  Each call must leave all other queries as they are, to the last bit. Then they run in a single
+  program, whose tile lists are made together.
   """
   scale = inputs.q.shape[-1] ** -0.5
   config = ops.AttentionConfig(scale, softcap, implementation=implementation, **options)
   q, k, v, sink = inputs.operands
   sink = jnp.full((1, q.shape[1]), -jnp.inf, np.float32) if sink is None else sink[None]
 
-  running = None
+  running, tables = None, []
   for begin, end in bounds:
     slices = np.asarray(mask.slices).copy()
     slices[:, :2] = np.clip(slices[:, :2], begin, end)
+    tables.append(slices)
     before, running = running, _query_stage(config, q, k, v, slices, sink, running)
     if before is not None:
       for x, y in zip(before[:2], running[:2], strict=True):
         assert_same_bits(*(jnp.delete(z, np.arange(begin, end), axis=1) for z in (x, y)))
-  results = dict(zip(("out", "lse", "max_logits"), (x[0] for x in running), strict=True))
-  check_results(results, inputs, mask, **({"softcap": softcap} if softcap else {}))
+  at_once = _query_stages(config, q, k, v, tables, sink)
+  for found in (running, at_once):
+    results = dict(zip(("out", "lse", "max_logits"), (x[0] for x in found), strict=True))
+    check_results(results, inputs, mask, **({"softcap": softcap} if softcap else {}))
 
 
 def mask_of_weights(columns, padding=0):

@@ -47,10 +47,10 @@ def test_lists_say_what_they_are_made_for(name, is_backward):
   """Stamp, slice lists, slices and lengths: kernels reject the list of another call."""
   mask = MASKS[name]
   needs = hopper_needs(mask, is_backward=is_backward)
-  key = np.frombuffer(needs.tile_list, np.int32)[5:10].tolist()
+  key = np.frombuffer(needs.tile_list, np.int32)[5:11].tolist()
   lengths = (mask.k_len, mask.q_len) if is_backward else (mask.q_len, mask.k_len)
   stamp = needs.tile_stamp - CUDA.module.stamp_of_blocks(stamped_blocks(needs))
-  assert key == [stamp, 1, len(mask.slices), *lengths]
+  assert key == [stamp, 1, len(mask.slices), *lengths, 0], "no tile is left out"
 
 
 def _with_bias(mask):

@@ -58,8 +58,17 @@ def test_list_with_more_tiles_than_the_call_may_have_is_refused():
 
 def test_list_of_another_length_ends_the_program():
   """Both lists have equally many tiles. Rows of the list after the end must not be written."""
-  command = [sys.executable, "-m", "tests.list_calls"]
-  assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+  assert _ends("other_length")
+
+
+def test_list_that_lacks_tiles_ends_a_call_that_writes_all_rows():
+  assert _ends("lacks_tiles")
+
+
+def _ends(name):
+  """Whether a forward call with this wrong list ends the program."""
+  command = [sys.executable, "-m", "tests.list_calls", name]
+  return subprocess.run(command, capture_output=True, check=False).returncode != 0
 
 
 def test_tiles_out_of_the_arrays_are_moved_into_them():
@@ -187,11 +196,44 @@ def test_lists_made_at_once_are_those_made_one_by_one(num_slices, batch, is_back
     assert words[0] > 0 or (is_backward and sizes[i][1] == 0)
     lists = [np.asarray(x) for x in (words, alone(tables[i]))]
     headers = [x[:HEADER_WORDS] for x in lists]
-    np.testing.assert_array_equal(*(header[:10] for header in headers))
+    np.testing.assert_array_equal(*(header[:11] for header in headers))
     # Larger launches sort heavier tiles: the order of those may differ.
     tiles = [x[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: x[0], :6] for x in lists]
     assert sorted(map(tuple, tiles[0])) == sorted(map(tuple, tiles[1]))
     assert (np.diff(tiles[0][:, 3].clip(max=127)) <= 0).all(), "the heaviest first"
+
+
+@pytest.mark.parametrize("count", [3, 1500], ids=["one_thread_a_cut", "several"])
+@pytest.mark.parametrize("shown", [(0, 3000), (200, 1400), (0, 0)], ids=str)
+def test_lists_of_calls_that_keep_rows_lack_tiles_without_blocks(shown, count):
+  q_len = 3000
+  slices = np.zeros((1, count, 6), np.int32)
+  slices[0, :2] = [(*shown, 0, 900, -(2**30), 2**30), (100, 1300, 900, 1500, -(2**30), 2**30)]
+  slices[0, 1, :2] = np.clip(slices[0, 1, :2], *shown)
+  needs = hopper_needs(
+    AttentionMask.full(q_len, 2000),
+    is_backward=False,
+    static_slices=None,
+    slices_shape=slices.shape,
+  )
+  sizes = [(count, 2000)] * 2
+  lists = jax.jit(lambda x: list_tiles(x, [needs] * 2, q_len, sizes, (False, True)))
+  whole, short = map(np.asarray, lists(np.concatenate([slices, slices], axis=1)))
+  np.testing.assert_array_equal(whole[2:10], short[2:10])
+  assert (whole[10], short[10]) == (0, 1)
+  tiles, kept = (x[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: x[0], :6] for x in (whole, short))
+  np.testing.assert_array_equal(kept, tiles[tiles[:, 3] > 0])
+  assert short[1] == (kept[-1, 3] if len(kept) else 0)
+  assert len(kept) < len(tiles) or shown == (0, 3000)
+
+
+def test_backward_calls_need_all_tiles():
+  needs = hopper_needs(
+    AttentionMask.full(100), is_backward=True, static_slices=None, slices_shape=(1, 2, 6)
+  )
+  lists = jax.jit(lambda x: list_tiles(x, [needs] * 2, 100, [(2, 100)] * 2, (False, True)))
+  with pytest.raises(jax.errors.JaxRuntimeError, match="lacks_empty is for forward calls"):
+    jax.block_until_ready(lists(np.zeros((1, 4, 6), np.int32)))
 
 
 @pytest.mark.parametrize(

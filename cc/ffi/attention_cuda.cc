@@ -269,16 +269,18 @@ ffi::Error DecodeListRequest(const char* context, int32_t tile_stamp, ffi::AnyBu
 }
 
 // One list for each call. Slices of the calls follow one another, for each batch element.
+// `lacks_empty` tells which lists lack the tiles without blocks.
 ffi::Error MakeTileLists(cudaStream_t stream, ffi::AnyBuffer slices, ffi::RemainingRets tile_lists,
                          int32_t q_len, ffi::Span<const int32_t> k_lens,
-                         ffi::Span<const int32_t> num_slices,
-                         ffi::Span<const int32_t> tile_stamps) {
+                         ffi::Span<const int32_t> num_slices, ffi::Span<const int32_t> tile_stamps,
+                         ffi::Span<const int32_t> lacks_empty) {
   const char* context = "jax_magi attention tile lists";
   JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
   const size_t num_lists = tile_lists.size();
   if (k_lens.size() != num_lists || num_slices.size() != num_lists ||
-      tile_stamps.size() != num_lists) {
-    return Invalid(context, "tile_list", "must have a k_len, num_slices and tile_stamp each");
+      tile_stamps.size() != num_lists || lacks_empty.size() != num_lists) {
+    return Invalid(context, "tile_list",
+                   "must have a k_len, num_slices, tile_stamp and lacks_empty each");
   }
   const int64_t total = slices.dimensions()[1];
   if (total > std::numeric_limits<int32_t>::max())
@@ -294,9 +296,13 @@ ffi::Error MakeTileLists(cudaStream_t stream, ffi::AnyBuffer slices, ffi::Remain
     request.shape.num_slices = num_slices[i];
     request.slices = static_cast<const Slice*>(slices.untyped_data()) + first;
     request.slice_stride = static_cast<int>(total);
+    request.lacks_empty = lacks_empty[i] != 0;
     auto tile_list = tile_lists.get<ffi::AnyBuffer>(i);
     if (!tile_list.has_value()) return tile_list.error();
     JAX_MAGI_RETURN_IF_ERROR(DecodeListRequest(context, tile_stamps[i], **tile_list, &request));
+    if (request.lacks_empty && request.tiling.by_keys) {
+      return Invalid(context, "lacks_empty", "is for forward calls");
+    }
     first += num_slices[i];
   }
   if (first != total) return Invalid(context, "slices", "must be those of all lists");
@@ -356,7 +362,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_tile_lists, jax_magi::Make
                                   .Attr<int32_t>("q_len")
                                   .Attr<ffi::Span<const int32_t>>("k_lens")
                                   .Attr<ffi::Span<const int32_t>>("num_slices")
-                                  .Attr<ffi::Span<const int32_t>>("tile_stamps"),
+                                  .Attr<ffi::Span<const int32_t>>("tile_stamps")
+                                  .Attr<ffi::Span<const int32_t>>("lacks_empty"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::AttentionCall& call,

@@ -37,10 +37,10 @@ Status AttentionBackward(const BackwardArgs& args, int num_parts, bool determini
 
 // The check of a call's list, if there is anything to process.
 inline ListCheck CheckOf(const AttentionShape& shape, const Tiling& tiling,
-                         const LaunchOptions& options) {
+                         const LaunchOptions& options, bool may_lack_empty = false) {
   const bool has_work = NumRows(shape, tiling) > 0;
   return {has_work ? options.tile_list : nullptr, KeyOf(shape, tiling),
-          static_cast<int32_t>(options.max_tiles)};
+          static_cast<int32_t>(options.max_tiles), may_lack_empty};
 }
 
 // Computes dq = softmax_scale * sum, where the sum is the args.dq_sum of earlier AttentionBackward

@@ -206,11 +206,7 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
     const Segment& last = segments[num_segments - 1];
     num_tiles = last.first_tile + last.num_tiles;
   }
-  if (thread == 0) {
-    list->num_tiles = num_tiles;
-    if (num_tiles == 0) list->least_blocks = 0;  // Otherwise the last tile's thread writes it.
-    list->key = task.key;
-  }
+  if (thread == 0) list->key = task.key;
   __syncthreads();
   bins[thread] = 0;
   __syncthreads();
@@ -258,6 +254,12 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   int total;
   const int before = SumBefore<kThreads>(count, sums, &total);
   bins[thread] = before;  // The position of the bin's first tile.
+  __shared__ int num_listed;
+  if (thread == kThreads - 1) {  // The last bin has the tiles without blocks.
+    num_listed = task.key.lacks_empty ? before : num_tiles;
+    list->num_tiles = num_listed;
+    if (num_listed == 0) list->least_blocks = 0;  // Otherwise the last tile's thread writes it.
+  }
   for (int i = 0; i < kNumThresholds; ++i) {
     static_assert(ThresholdBlocks(0) < kThreads, "the first bin has tiles of any number of blocks");
     // All bins before this one hold tiles with as many blocks or more.
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
       __syncthreads();
     }
     if (is_tile) list->tiles()[tile.index] = tile;
-    if (is_tile && tile.index == num_tiles - 1) list->least_blocks = tile.num_blocks;
+    if (is_tile && tile.index == num_listed - 1) list->least_blocks = tile.num_blocks;
   }
 }
 
@@ -326,9 +328,10 @@ Status MakeTileLists(const std::vector<ListRequest>& requests, cudaStream_t stre
       return other.kernel == kernel && other.num_tasks < ListTasks::kMost;
     });
     if (launch == launches.end()) launch = launches.insert(launch, Launch{kernel, 0, {}});
+    ListKey key = KeyOf(request.shape, request.tiling);
+    key.lacks_empty = request.lacks_empty;
     launch->tasks.tasks[launch->num_tasks++] = {
-        args, KeyOf(request.shape, request.tiling), request.list,
-        request.list->tiles() + MaxTiles(request.shape, request.tiling)};
+        args, key, request.list, request.list->tiles() + MaxTiles(request.shape, request.tiling)};
   }
   for (const Launch& launch : launches) {
     JAX_MAGI_CUDA_RETURN_IF_ERROR(LaunchEarly(launch.kernel, launch.num_tasks,

@@ -45,10 +45,14 @@ struct ListKey {
   int32_t stamp;      // Identifies the tiling.
   int32_t num_lists;  // Number of slice lists: one per batch element, or one for all.
   int32_t num_slices, num_rows, num_columns;
+  // 1 if the list lacks the tiles without blocks. It then serves only forward calls that leave
+  // their rows unchanged.
+  int32_t lacks_empty = 0;
 
   JAX_MAGI_INLINE bool operator==(const ListKey& other) const {
     return stamp == other.stamp && num_lists == other.num_lists && num_slices == other.num_slices &&
-           num_rows == other.num_rows && num_columns == other.num_columns;
+           num_rows == other.num_rows && num_columns == other.num_columns &&
+           lacks_empty == other.lacks_empty;
   }
 };
 
@@ -60,7 +64,7 @@ struct alignas(32) TileList {
   // host.
   int32_t num_above[kNumThresholds];
   ListKey key;
-  int32_t padding[6];
+  int32_t padding[5];
 
   JAX_MAGI_INLINE const Tile* tiles() const { return reinterpret_cast<const Tile*>(this + 1); }
   JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
@@ -178,6 +182,7 @@ struct ListRequest {
   Tiling tiling;
   const Slice* slices;
   int slice_stride;  // From the first slice of a batch element to that of the next.
+  bool lacks_empty;  // See ListKey.
   TileList* list;    // TileListBytes(shape, tiling) bytes.
 };
 
@@ -190,6 +195,7 @@ struct ListCheck {
   const TileList* list;
   ListKey key;
   int32_t max_tiles;
+  bool may_lack_empty;  // Whether a list that lacks_empty serves the call, too.
 
 #ifdef __CUDACC__
   // Ends the program if the list belongs to a different call, like any other broken assumption: a
@@ -197,7 +203,9 @@ struct ListCheck {
   // the attention kernel.
   __device__ __forceinline__ void Check() const {
     if (list == nullptr) return;
-    const bool is_own = list->key == key && 0 <= list->num_tiles && list->num_tiles <= max_tiles;
+    ListKey found = list->key;
+    if (may_lack_empty) found.lacks_empty = 0;
+    const bool is_own = found == key && 0 <= list->num_tiles && list->num_tiles <= max_tiles;
     if (!is_own) __trap();
   }
 #endif

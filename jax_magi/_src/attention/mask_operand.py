@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -24,10 +24,13 @@ class MaskGroup:
 
   Attributes:
     sizes: the number of slices and the number of keys of each call of the group.
+    keeps_rows: whether each call leaves rows that see none of its keys unchanged. Its tile list
+      then lacks tiles of such rows alone.
     index: the index of this call in the group.
   """
 
   sizes: tuple[tuple[int, int], ...]
+  keeps_rows: tuple[bool, ...]
   index: int
 
 
@@ -66,6 +69,11 @@ class MaskOperand:
     if is_one and not all(map(is_eager, arrays)):
       return cls(slices, slices.tobytes())
     return cls(slices)
+
+  @property
+  def keeps_rows(self) -> bool:
+    """Whether the call must leave rows that see none of its keys unchanged."""
+    return self.group is not None and self.group.keeps_rows[self.group.index]
 
   def operands(self) -> Operands:
     """The operands of the mask, by name."""
@@ -118,11 +126,18 @@ class PassMasks:
     slices: int32 `[num_slices, 6]` of each call, by the name of the call.
   """
 
-  def __init__(self, calls: Mapping[Any, tuple[Any, int]]):
-    """`calls` maps the name of each call to its slices and its number of keys."""
+  def __init__(self, calls: Mapping[Any, tuple[Any, int]], keeping_rows: Collection[Hashable] = ()):
+    """Makes the masks.
+
+    Args:
+      calls: the slices of each call and its number of keys, by its name.
+      keeping_rows: the names of forward calls that leave rows that see none of their keys
+        unchanged: those with running results, unless the call rounds merged results.
+    """
     self.slices = {name: slices for name, (slices, _) in calls.items()}
     sizes = tuple((slices.shape[0], k_len) for slices, k_len in calls.values())
-    self._groups = {name: MaskGroup(sizes, index) for index, name in enumerate(calls)}
+    keeps_rows = tuple(name in keeping_rows for name in calls)
+    self._groups = {name: MaskGroup(sizes, keeps_rows, index) for index, name in enumerate(calls)}
     self._all_slices = jnp.concatenate(list(self.slices.values()))[None]
 
   def operand(self, name: Hashable, slices: Any) -> MaskOperand:

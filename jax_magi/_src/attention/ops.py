@@ -188,10 +188,12 @@ def forward(
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
   mask = MaskOperand.of(slices)
+  assert running is not None or not mask.keeps_rows, "there are no results to keep"
   operands = {"q": q, "k": k, "v": v, **mask.operands(), "sink": sink} | given_terms(terms)
   if running is not None:
     assert operands.keys().isdisjoint(TERMS), "terms and running results are not taken together"
     assert running[0].dtype in (np.float32, dtype), running[0].dtype
+    assert not mask.keeps_rows or running[0].dtype == dtype, "all rows are rounded"
     operands |= dict(zip(_RUNNING, running, strict=True))
   out, lse, max_logits = _forward(config, mask.known, mask.group, dtype)(operands)
   return out, lse, max_logits

@@ -103,7 +103,7 @@ def _forward(
   steps = steps_of([len(transfer.hops) for transfer in transfers], key.spec.capacities.orders[0])
   capacities = key.spec.capacities
   lengths = [stages[0][0].shape[0], *((is_whole and capacities.whole_rows) or capacities.rows)]
-  masks = forward_masks(steps, tables[0], lengths, q.shape[0])
+  masks = forward_masks(steps, tables[0], lengths, q.shape[0], is_whole=is_whole)
   last_kernel = [step for step in steps if step.stage >= 0][-1]
 
   expanded: dict[int, Any] = {}

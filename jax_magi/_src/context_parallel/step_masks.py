@@ -16,7 +16,7 @@ from jax_magi._src.context_parallel.schedule import (
 
 
 def forward_masks(
-  steps: Sequence[Step], tables: Any, lengths: Sequence[int], q_len: int
+  steps: Sequence[Step], tables: Any, lengths: Sequence[int], q_len: int, *, is_whole: bool
 ) -> PassMasks:
   """The masks of all kernels of the forward pass, by their steps.
 
@@ -25,6 +25,8 @@ def forward_masks(
     tables: the slices of each stage.
     lengths: the number of keys of each stage.
     q_len: the number of queries, along which kernels are divided.
+    is_whole: whether each query is computed in one stage. Otherwise results are merged, and the
+      last kernel rounds those of all queries.
   """
   calls = {}
   for step in (step for step in steps if step.stage >= 0):
@@ -32,7 +34,8 @@ def forward_masks(
     if (num_parts := num_parts_of(steps, step.stage)) > 1:
       slices = slices_of_queries(slices, *part_of_rows(q_len, step.part, num_parts))
     calls[step] = slices, lengths[step.stage]
-  return PassMasks(calls)
+  names = list(calls)
+  return PassMasks(calls, keeping_rows=names[1:] if is_whole else names[1:-1])
 
 
 def backward_masks(

@@ -140,8 +140,10 @@ def make_tiles(
 
   slices, q_len, k_len = part["slices"], part["q"].shape[1], part["k"].shape[1]
   sizes, index, all_slices = ((slices.shape[1], k_len),), 0, slices
+  keeps_rows: Sequence[bool] = (False,)
   if group is not None:
     sizes, index, all_slices = group.sizes, group.index, part["all_slices"]
+    keeps_rows = group.keeps_rows
   assert sizes[index] == (slices.shape[1], k_len), (sizes, index, slices.shape, k_len)
   assert all_slices.shape[0] == slices.shape[0], (all_slices.shape, slices.shape)
   taken = jax.eval_shape(as_kernels_take, part["q"], part["k"], part["v"], part.get("bias"))
@@ -162,11 +164,16 @@ def make_tiles(
         **options,
       )
     )
-  return list_tiles(all_slices, needs, q_len, sizes)[index], needs[index].tile_stamp
+  lists = list_tiles(all_slices, needs, q_len, sizes, keeps_rows)
+  return lists[index], needs[index].tile_stamp
 
 
 def list_tiles(
-  slices: jax.Array, needs: Sequence[Any], q_len: int, sizes: Sequence[tuple[int, int]]
+  slices: jax.Array,
+  needs: Sequence[Any],
+  q_len: int,
+  sizes: Sequence[tuple[int, int]],
+  keeps_rows: Sequence[bool] | None = None,
 ) -> tuple[jax.Array, ...]:
   """The tile lists that the device derives from slices at once, or empty ones if none are needed.
 
@@ -178,11 +185,15 @@ def list_tiles(
     needs: for each list, the needs of its call.
     q_len: the number of queries, the same for all calls.
     sizes: for each list, the number of slices and of keys of its call.
+    keeps_rows: for each of several lists, whether its call leaves rows that see none of its keys
+      unchanged. The list then lacks tiles of such rows alone. None means that no call does.
   """
+  keeps_rows = keeps_rows or (False,) * len(needs)
   if not all(x.tile_list_words for x in needs):
     return (jnp.zeros(0, np.int32),) * len(needs)
   results = [((x.tile_list_words,), np.int32) for x in needs]
   if len(needs) == 1:
+    assert not any(keeps_rows), "a call without others has no results to keep"
     return native_call(
       _TILE_LIST,
       (slices,),
@@ -200,6 +211,7 @@ def list_tiles(
     k_lens=np.array(k_lens, np.int32),
     num_slices=np.array(num_slices, np.int32),
     tile_stamps=np.array([x.tile_stamp for x in needs], np.int32),
+    lacks_empty=np.array(keeps_rows, np.int32),
   )
 
 

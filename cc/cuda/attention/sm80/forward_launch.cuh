@@ -25,9 +25,10 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
   JAX_MAGI_RETURN_IF_BAD(CheckFits(workspace, options.workspace_bytes));
   static_assert(Config::kNumConsumers <= MaxConsumers(Config::kHeadDim), "for the workspace");
   const bool may_cut = MayCutKeys(shape, tiling);
-  JAX_MAGI_RETURN_IF_BAD(ResetWork(
-      shape, CheckOf(shape, tiling, options), workspace.counter, may_cut ? kMaxPartCounters : 0,
-      args.running_out != nullptr ? nullptr : args.max_logits, options.stream));
+  JAX_MAGI_RETURN_IF_BAD(ResetWork(shape, CheckOf(shape, tiling, options, args.keeps_unseen_rows()),
+                                   workspace.counter, may_cut ? kMaxPartCounters : 0,
+                                   args.running_out != nullptr ? nullptr : args.max_logits,
+                                   options.stream));
   if (shape.q_len == 0) return {};
   const int num_heads = static_cast<int>(shape.num_q_heads);
   int num_l2_bytes;
