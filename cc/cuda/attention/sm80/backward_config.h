@@ -120,6 +120,7 @@ struct BackwardConfig : Tile_ {
   static_assert(kOwnChunks == 1 || Tile::kSplit == 1, "a warp has one chunk, or all of them");
   static_assert(kKDims % 16 == 0 && kVDims % 16 == 0, "whole pieces of dims");
   static_assert(kDqDims % 16 == 0, "whole pieces of keys");
+  static_assert(kDqPanelDims % kDqDims == 0, "the dims of a warp are in one panel");
 };
 
 // One kernel covers all terms, with a cap and without, and all GPUs. Sums by key take up to 2 KB of

@@ -53,25 +53,36 @@ struct BackwardDq {
     const int query = info.begin + first_query;
     const int head = shared.walk.tile.batch * params.num_q_heads + info.head;
     if (params.dq_order.is_fixed()) WaitForTurns(query, head);
-    float* of_head = params.dq_sum + int64_t{head} * params.dq_sum_rows * Config::kHeadDim;
+    const int panel = first_dim / Config::kDqPanelDims, in_panel = first_dim % Config::kDqPanelDims;
+    float* of_panel =
+        params.dq_sum +
+        (int64_t{head} * Config::kHeadDim + panel * Config::kDqPanelDims) * params.dq_sum_rows;
+    // Additions whose addresses differ by a constant are neighbours in the loops.
+    if constexpr (Config::kDqByQuery) {
+      of_panel += DqSumPlaceByQuery(lane / 4, in_panel + 2 * (lane % 4));
 #pragma unroll
-    for (int m = 0; m < kRows / 16; ++m) {
-#pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) {
+      for (int m = 0; m < kRows / 16; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int dim = first_dim + (Config::kDqByQuery ? 8 * i : 16 * m + 8 * r);
-          const int panel = dim / Config::kDqPanelDims, in_panel = dim % Config::kDqPanelDims;
-          // A group of eight queries. A block may extend past the rows of the sum: what it has
-          // there is zero, and may be added anywhere.
-          const int eight =
-              Min(query + (Config::kDqByQuery ? 16 * m + 8 * r : 8 * i), params.dq_sum_rows - 8);
-          const int place = Config::kDqByQuery
-                                ? DqSumPlaceByQuery(lane / 4, in_panel + 2 * (lane % 4))
-                                : DqSumPlace(2 * (lane % 4), in_panel + lane / 4);
-          AddPair(of_head + (int64_t{panel} * params.dq_sum_rows + eight) * Config::kDqPanelDims +
-                      place,
-                  dq[m][4 * i + 2 * r], dq[m][4 * i + 2 * r + 1]);
+          float* eight = of_panel + OffsetOfEight(query + 16 * m + 8 * r);
+#pragma unroll
+          for (int i = 0; i < kColumns / 8; ++i) {
+            AddPair(eight + DqSumPlaceByQuery(0, 8 * i), dq[m][4 * i + 2 * r],
+                    dq[m][4 * i + 2 * r + 1]);
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns / 8; ++i) {
+        float* eight = of_panel + OffsetOfEight(query + 8 * i);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float* place = eight + DqSumPlace(2 * (lane % 4), in_panel + 8 * r + lane / 4);
+#pragma unroll
+          for (int m = 0; m < kRows / 16; ++m) {
+            AddPair(place + DqSumPlace(0, 16 * m), dq[m][4 * i + 2 * r], dq[m][4 * i + 2 * r + 1]);
+          }
         }
       }
     }
@@ -79,6 +90,12 @@ struct BackwardDq {
   }
 
  private:
+  // Where a group of eight queries is in a panel. A block may extend past the rows of the sum: what
+  // it has there is zero, and may be added anywhere.
+  __device__ __forceinline__ int64_t OffsetOfEight(int query) const {
+    return int64_t{Min(query, params.dq_sum_rows - 8)} * Config::kDqPanelDims;
+  }
+
   // c[rows, columns] += left^T * right, over all keys, which are the rows of both tiles.
   template <int kLeftDim, int kRightDim, int kNumPieces, int kCount>
   __device__ __forceinline__ static void MultiplyKeys(int lane, SharedTile<kLeftDim> left_tile,
