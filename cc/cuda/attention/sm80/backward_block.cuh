@@ -8,43 +8,10 @@
 #include "cc/cuda/attention/sm80/backward_block_terms.cuh"
 #include "cc/cuda/attention/sm80/backward_config.h"
 #include "cc/cuda/attention/sm80/backward_params.cuh"
-#include "cc/cuda/attention/sm80/mma.cuh"
-#include "cc/cuda/attention/sm80/shared_tile.cuh"
-#include "cc/cuda/attention/store.cuh"
+#include "cc/cuda/attention/sm80/backward_products.cuh"
+#include "cc/cuda/attention/sm80/backward_shared.cuh"
 
 namespace jax_magi::cuda::sm80 {
-
-template <typename Config>
-struct BackwardShared {
-  using Element = typename Config::Element;
-  // Tiles of shared_tile.cuh.
-  alignas(1024) Element k[Config::kKeys * Config::kHeadDim];
-  Element v[Config::kKeys * Config::kSharedValueDim];  // The others are in registers.
-  Element q[Config::kQStages][Config::kQueries * Config::kHeadDim];
-  Element dout[Config::kDoStages][Config::kQueries * Config::kValueDim];
-  // dS, a row per key. Before that, the warps that share keys exchange probabilities there.
-  Element ds[Config::kDsStages][Config::kKeys * Config::kQueries];
-  QueryStatistic statistics[Config::kQStages][Config::kQueries / 8];
-  KeySums<Config::kHasTerms ? Config::kSplit : 0, Config::kKeys> key_sums;
-  // The block before, the current one, the next one, and the one after it, which the walk writes.
-  BlockInfo block[4];
-  BlockWalk<Config::kKeys, Config::kQueries> walk;
-};
-
-// Named barriers. Barrier 0 is that of __syncthreads().
-enum BackwardBarrier {
-  // The first of one per group of warps that share keys: they have written probabilities or dS, or
-  // have read probabilities.
-  kGroupBarrier = 1,
-};
-
-// The thread's index, read again at each use. Kept in registers, what is derived from it would be
-// live through the whole loop, and there are none to spare.
-__device__ __forceinline__ int ThreadAnew() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return static_cast<int>(thread % 1024);  // Tells the compiler that it is not negative.
-}
 
 template <typename Config>
 struct BackwardBlock {
@@ -122,37 +89,14 @@ struct BackwardBlock {
     }
   }
 
-  // c[the group's keys, queries of a chunk] += keys * queries^T, over all dims. Dims that `keys`
-  // does not have are in `values`.
+  // c[the group's keys, queries of a chunk] += keys * queries^T, over all dims.
   template <int kKeyDim, int kDim>
   __device__ __forceinline__ void MultiplyQueries(SharedTile<kKeyDim> keys,
                                                   SharedTile<kDim> queries, int chunk,
                                                   float (&c)[kPieces][kChunk / 2]) const {
-    const LeftRows<kKeyDim> left({keys.address + group * keys.Bytes(kGroupKeys)}, lane);
-    const RightRows<kDim> right({queries.address + chunk * queries.Bytes(kChunk)}, lane);
-#pragma unroll
-    for (int d = 0; d < kDim; d += 16) {
-      uint32_t a[kPieces][4];
-#pragma unroll
-      for (int m = 0; m < kPieces; ++m) {
-        if (d < kKeyDim) {
-          left.Load(16 * m, d, a[m]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) a[m][j] = values[m][(d - kKeyDim) / 16][j];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kChunk; i += 16) {
-        uint32_t b[4];
-        right.Load(i, d, b);
-#pragma unroll
-        for (int m = 0; m < kPieces; ++m) {
-          Multiply<Element>(a[m], b, c[m] + i / 2);
-          Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
-        }
-      }
-    }
+    keys.address += group * keys.Bytes(kGroupKeys);
+    queries.address += chunk * queries.Bytes(kChunk);
+    MultiplyDimsOfKeys<Element>(lane, keys, queries, values, c);
   }
 
   // Calls load(i, a) for 16 queries of a chunk at a time, from query `i` on, and computes
@@ -375,41 +319,8 @@ struct BackwardBlock {
   template <int kDims>
   __device__ __forceinline__ void Store(const float (&acc)[kPieces][kDims / 2], float factor,
                                         void* out, int dim) const {
-    const Tile& tile = shared.walk.tile;
-    const float factors[2] = {factor, factor};
-    const int first_dim = part * kDims;
-    const int64_t batch = int64_t{shared.walk.PackInHead(params.walk)} * params.batch + tile.batch;
-#pragma unroll
-    for (int m = 0; m < kPieces; ++m) {
-      bool is_own[2];
-      int64_t offset[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = kGroupKeys * group + 16 * m + 8 * r + lane / 4;
-        is_own[r] = row < tile.num_rows;
-        const int64_t key = batch * params.k_len + tile.begin + row;
-        offset[r] = (key * params.num_kv_heads + shared.walk.KvHead(params.walk)) * dim + first_dim;
-      }
-      if (params.is_float) {
-        float* base = static_cast<float*>(out);
-        float* const rows[2] = {base + offset[0], base + offset[1]};
-        StoreFloatRows<kDims>(acc[m], factors, rows, is_own, dim - first_dim, lane);
-      } else {
-        Element* base = static_cast<Element*>(out);
-        Element* const rows[2] = {base + offset[0], base + offset[1]};
-        if constexpr (kDims % 32 == 0) {
-          StoreRows<Element, kDims>(acc[m], factors, rows, is_own, dim - first_dim, lane);
-        } else {
-          // Rows are stored 32 dims at a time.
-          constexpr int kPadded = kDims + 32 - kDims % 32;
-          float padded[kPadded / 2];
-#pragma unroll
-          for (int i = 0; i < kPadded / 2; ++i) padded[i] = i < kDims / 2 ? acc[m][i] : 0.0f;
-          StoreRows<Element, kPadded>(padded, factors, rows, is_own, Min(dim - first_dim, kDims),
-                                      lane);
-        }
-      }
-    }
+    const KeyGradients<Config> gradients{params, shared, out, dim, factor};
+    gradients.template Store<kDims>(acc, kGroupKeys * group, part * kDims, lane);
   }
 };
 

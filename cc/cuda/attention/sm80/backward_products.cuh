@@ -1,0 +1,48 @@
+// Products of the backward kernel's warps.
+
+#ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_PRODUCTS_CUH_
+#define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_PRODUCTS_CUH_
+
+#include "cc/cuda/attention/sm80/mma.cuh"
+#include "cc/cuda/attention/sm80/shared_tile.cuh"
+
+namespace jax_magi::cuda::sm80 {
+
+// c[keys, queries] += keys * queries^T, over all dims. Dims that `keys` does not have are in
+// `last_dims`: left operands of 16 keys and 16 dims.
+template <typename Element, int kKeyDim, int kDim, int kLast, int kPieces, int kCount>
+__device__ __forceinline__ void MultiplyDimsOfKeys(int lane, SharedTile<kKeyDim> keys,
+                                                   SharedTile<kDim> queries,
+                                                   const uint32_t (&last_dims)[kPieces][kLast][4],
+                                                   float (&c)[kPieces][kCount]) {
+  static_assert(kKeyDim + 16 * kLast >= kDim);
+  const LeftRows<kKeyDim> left(keys, lane);
+  const RightRows<kDim> right(queries, lane);
+#pragma unroll
+  for (int d = 0; d < kDim; d += 16) {
+    uint32_t a[kPieces][4];
+#pragma unroll
+    for (int m = 0; m < kPieces; ++m) {
+      if (d < kKeyDim) {
+        left.Load(16 * m, d, a[m]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a[m][j] = last_dims[m][(d - kKeyDim) / 16][j];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; i += 16) {
+      uint32_t b[4];
+      right.Load(i, d, b);
+#pragma unroll
+      for (int m = 0; m < kPieces; ++m) {
+        Multiply<Element>(a[m], b, c[m] + i / 2);
+        Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
+      }
+    }
+  }
+}
+
+}  // namespace jax_magi::cuda::sm80
+
+#endif  // JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_PRODUCTS_CUH_
