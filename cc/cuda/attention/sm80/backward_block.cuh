@@ -252,9 +252,6 @@ struct BackwardBlock {
       }
     });
   }
-  __device__ __forceinline__ static float CapSlope(float tanh) {
-    return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
-  }
 
   // Computes dS from probabilities and dP.
   __device__ __forceinline__ void ScoreGradients(const BlockInfo& info, int q_stage, int do_stage,

@@ -19,6 +19,8 @@ struct UsualBackwardTile {
   static constexpr int kQueries = 64;
   static constexpr int kRegisterDims = 0;  // This many dims of values stay in registers.
   static constexpr int kMinBlocks = 1;
+  static constexpr bool kHasRoles = false;  // See backward_roles.cuh.
+  static constexpr int kDqShares = 2;       // Warps of a share have the same queries of dQ.
   static constexpr int kMaxSharedBytes = kLeastSharedMemory;
 };
 
@@ -73,25 +75,24 @@ struct BackwardTile<192, 128, kHasSoftcap, true> : UsualBackwardTile {
   static constexpr int kMaxSharedBytes = 163 << 10;
 };
 
-// Shared memory, 145 KB: 32 each for keys, values, queries and dO, and 8 for each of two stages of
-// dS.
-template <>
-struct BackwardTile<256, 256, false, true> : UsualBackwardTile {
-  static constexpr int kGroups = 2, kSplit = 4;
+// Four warps of each role. Shared memory, 145 KB: 32 each for keys, values, queries and dO, and 8
+// each for probabilities and dS.
+template <bool kHasSoftcap>
+struct BackwardTile<256, 256, kHasSoftcap, true> : UsualBackwardTile {
+  static constexpr bool kHasRoles = true;
+  static constexpr int kGroups = 2, kSplit = 2;
   static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
   static constexpr int kMaxSharedBytes = 163 << 10;
 };
-// Half as many queries, half of the values in registers, and half as many keys per warp, which
-// leaves registers for that: 89 KB.
-template <>
-struct BackwardTile<256, 256, false, false> : UsualBackwardTile {
-  static constexpr int kPieces = 1, kQueries = 32, kRegisterDims = 128;
-  static constexpr int kGroups = 4, kSplit = 2;
+// Half as many queries, and a quarter of the values in registers: 97 KB.
+template <bool kHasSoftcap>
+struct BackwardTile<256, 256, kHasSoftcap, false> : UsualBackwardTile {
+  static constexpr bool kHasRoles = true;
+  static constexpr int kQueries = 32, kRegisterDims = 64;
+  static constexpr int kGroups = 2, kSplit = 2;
   static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
+  static constexpr int kDqShares = 1;
 };
-// With a cap, the larger tile would spill.
-template <bool kHasMuchMemory>
-struct BackwardTile<256, 256, true, kHasMuchMemory> : BackwardTile<256, 256, false, false> {};
 
 template <int kHeadDim_, int kValueDim_, typename Element_, bool kHasSoftcap_, bool kHasMuchMemory_,
           typename Tile_ = BackwardTile<kHeadDim_, kValueDim_, kHasSoftcap_, kHasMuchMemory_>>
@@ -101,7 +102,8 @@ struct BackwardConfig : Tile_ {
   static constexpr int kHeadDim = kHeadDim_, kValueDim = kValueDim_;
   static constexpr bool kHasSoftcap = kHasSoftcap_;
   static constexpr bool kHasTerms = false;
-  static constexpr int kWarps = Tile::kGroups * Tile::kSplit, kThreads = 32 * kWarps;
+  static constexpr int kRoles = Tile::kHasRoles ? 2 : 1;
+  static constexpr int kWarps = Tile::kGroups * Tile::kSplit * kRoles, kThreads = 32 * kWarps;
   static constexpr int kKeys = 16 * Tile::kPieces * Tile::kGroups;
   // A warp computes the scores of this many queries at a time, kOwnChunks times.
   static constexpr int kChunk = Tile::kSplit == 1 ? 32 : Tile::kQueries / Tile::kSplit;
@@ -111,8 +113,9 @@ struct BackwardConfig : Tile_ {
   static constexpr int kKDims = kHeadDim / Tile::kSplit, kVDims = kValueDim / Tile::kSplit;
   // dQ of a block is computed during the next block, so that one barrier a block is enough.
   static constexpr bool kDqIsLate = Tile::kDsStages == 2;
-  // For dQ, half of the warps have one half of the queries each, and share the dims.
-  static constexpr int kDqQueries = Tile::kQueries / 2, kDqDims = kHeadDim / (kWarps / 2);
+  // For dQ, each share of the warps has a share of the queries; a share of the dims is a warp's.
+  static constexpr int kDqQueries = Tile::kQueries / Tile::kDqShares;
+  static constexpr int kDqDims = kHeadDim / (kWarps / Tile::kDqShares);
   static constexpr int kDqPanelDims = DqPanelDims(kHeadDim);
   // Whether queries are the rows of dQ's product, as the layout of the sum asks for: see DqSum.
   static constexpr bool kDqByQuery = kHeadDim > 128;
@@ -129,6 +132,14 @@ template <int kHeadDim, int kValueDim>
 struct BackwardTermsTile
     : BackwardTile<kHeadDim, kValueDim, /*kHasSoftcap=*/true, /*kHasMuchMemory=*/false> {
   static constexpr int kQStages = 1, kDoStages = 1;
+};
+// Terms know no roles. Half of the values are in registers, and a warp has half as many keys, which
+// leaves registers for that: 89 KB.
+template <>
+struct BackwardTermsTile<256, 256> : UsualBackwardTile {
+  static constexpr int kPieces = 1, kQueries = 32, kRegisterDims = 128;
+  static constexpr int kGroups = 4, kSplit = 2;
+  static constexpr int kQStages = 1, kDoStages = 1, kDsStages = 2;
 };
 template <int kHeadDim_, int kValueDim_, typename Element_>
 struct BackwardTermsConfig

@@ -4,7 +4,8 @@
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_DQ_CUH_
 
 #include "cc/cuda/attention/dq_order.h"
-#include "cc/cuda/attention/sm80/backward_block.cuh"
+#include "cc/cuda/attention/sm80/backward_products.cuh"
+#include "cc/cuda/attention/sm80/backward_shared.cuh"
 
 namespace jax_magi::cuda::sm80 {
 
@@ -32,8 +33,8 @@ struct BackwardDq {
   // Adds the dQ of a block, of this warp's share of dims and queries, to the sum.
   __device__ __forceinline__ void Add(const BlockInfo& info, int ds_stage) const {
     const int thread = ThreadAnew(), lane = thread % 32, warp = thread / 32;
-    const int first_query = warp % 2 * Config::kDqQueries;
-    const int first_dim = warp / 2 * Config::kDqDims;
+    const int first_query = warp % Config::kDqShares * Config::kDqQueries;
+    const int first_dim = warp / Config::kDqShares * Config::kDqDims;
     const DsTile ds_tile{SharedAddress(shared.ds[ds_stage])};
     const KTile keys{SharedAddress(shared.k)};
     // Indexed by a piece of the rows of the product, which are dims, or queries if kDqByQuery.

@@ -10,6 +10,8 @@
 // shared memory to the product for dQ, which each thread adds to a float32 sum in memory. dQ is
 // unscaled: a later kernel applies the scale.
 //
+// With 256 dims, warps have one of two roles: see backward_roles.cuh.
+//
 // The order of those additions is not fixed, unless results must be bitwise reproducible: see
 // dq_order.h.
 
@@ -19,10 +21,12 @@
 #include "cc/cuda/attention/sm80/backward_block.cuh"
 #include "cc/cuda/attention/sm80/backward_dq.cuh"
 #include "cc/cuda/attention/sm80/backward_loads.cuh"
+#include "cc/cuda/attention/sm80/backward_roles.cuh"
 
 namespace jax_magi::cuda::sm80 {
 
-// All blocks of a tile. Stages of shared memory are those of the block's number in the tile.
+// All blocks of a tile, where warps have no roles. Stages of shared memory are those of the block's
+// number in the tile.
 template <typename Config>
 struct BackwardLoop {
   using Block = BackwardBlock<Config>;
@@ -47,7 +51,8 @@ struct BackwardLoop {
   template <typename Advance>
   __device__ __forceinline__ void Run(Advance advance) {
     if (Info(0).head < 0) return;
-    loads.Keys();
+    loads.K();
+    loads.V();
     if constexpr (Config::kRegisterDims > 0) {
       static_assert(!kDoIsEarly, "the memory for dO is free until the first barrier of the loop");
       loads.LastValues();
@@ -162,7 +167,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     BackwardKernel(const __grid_constant__ BackwardParamsOf<Config> params) {
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<BackwardShared<Config>*>(memory);
-  BackwardBlock<Config> block{params, shared};
+  using Block = std::conditional_t<Config::kHasRoles, RoleBlock<Config>, BackwardBlock<Config>>;
+  using Loop = std::conditional_t<Config::kHasRoles, RoleLoop<Config>, BackwardLoop<Config>>;
+  Block block{params, shared};
   const auto next = [&] {
     return NumAssigned(params) + atomicAdd(&params.work.counter->next_work, 1);
   };
@@ -186,7 +193,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     __syncthreads();
     if (!shared.walk.has_tile) break;
     block.ClearGradients();
-    BackwardLoop<Config>{params, shared, block, {params, shared}}.Run(advance);
+    Loop{params, shared, block, {params, shared}}.Run(advance);
     block.StoreGradients();
     __syncthreads();  // All threads have read the tile.
   }

@@ -3,26 +3,28 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_LOADS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_LOADS_CUH_
 
-#include "cc/cuda/attention/sm80/backward_block.cuh"
+#include "cc/cuda/attention/sm80/backward_shared.cuh"
 
 namespace jax_magi::cuda::sm80 {
 
-template <typename Config>
+// Called by kThreads threads, the first of which has an index that is a multiple of kThreads.
+template <typename Config, int kThreads = Config::kThreads>
 struct BackwardLoads {
   using Element = typename Config::Element;
-  static constexpr int kThreads = Config::kThreads;
   const BackwardParamsOf<Config>& params;
   BackwardShared<Config>& shared;
 
-  __device__ __forceinline__ void Keys() const {
+  __device__ __forceinline__ void K() const {
     const Tile& tile = shared.walk.tile;
-    const int kv_head = shared.walk.KvHead(params.walk);
     CopyTile<Config::kKeys, Config::kHeadDim>(shared.k, params.k, tile.batch, params.k_len,
-                                              params.num_kv_heads, kv_head, tile.begin,
-                                              params.head_dim);
-    CopyTile<Config::kKeys, Config::kSharedValueDim>(shared.v, params.v, tile.batch, params.k_len,
-                                                     params.num_kv_heads, kv_head, tile.begin,
-                                                     params.value_dim);
+                                              params.num_kv_heads, shared.walk.KvHead(params.walk),
+                                              tile.begin, params.head_dim);
+  }
+  __device__ __forceinline__ void V() const {
+    const Tile& tile = shared.walk.tile;
+    CopyTile<Config::kKeys, Config::kSharedValueDim>(
+        shared.v, params.v, tile.batch, params.k_len, params.num_kv_heads,
+        shared.walk.KvHead(params.walk), tile.begin, params.value_dim);
   }
 
   // The values that stay in registers, by way of the memory for dO.
@@ -42,7 +44,7 @@ struct BackwardLoads {
                                                  params.head_dim);
     constexpr int kBytes = sizeof(shared.statistics[stage]);
     static_assert(kBytes / 16 <= kThreads, "a chunk per thread");
-    const int thread = ThreadAnew();
+    const int thread = ThreadAnew() % kThreads;
     if (thread < kBytes / 16) {
       const int64_t head = int64_t{batch} * params.num_q_heads + info.head;
       const auto* from = reinterpret_cast<const char*>(
@@ -69,7 +71,7 @@ struct BackwardLoads {
     const auto* row0 = static_cast<const Element*>(from) + batch * length * stride +
                        int64_t{head} * dim + first_dim;
     CopyRows<kThreads, kRows>(SharedTile<kDim>{SharedAddress(to)}, row0, stride, begin, length,
-                              dim - first_dim, ThreadAnew());
+                              dim - first_dim, ThreadAnew() % kThreads);
   }
 };
 

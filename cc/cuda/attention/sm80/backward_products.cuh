@@ -1,12 +1,19 @@
-// Products of the backward kernel's warps.
+// What the backward kernel's warps compute in more than one place.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_PRODUCTS_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_PRODUCTS_CUH_
+
+#include <cmath>
 
 #include "cc/cuda/attention/sm80/mma.cuh"
 #include "cc/cuda/attention/sm80/shared_tile.cuh"
 
 namespace jax_magi::cuda::sm80 {
+
+// The derivative of a cap, from the tanh that it is made of, or from -inf, for a hidden score.
+__device__ __forceinline__ float CapSlope(float tanh) {
+  return tanh == -INFINITY ? 0.0f : 1.0f - tanh * tanh;
+}
 
 // c[keys, queries] += keys * queries^T, over all dims. Dims that `keys` does not have are in
 // `last_dims`: left operands of 16 keys and 16 dims.

@@ -19,7 +19,8 @@ struct BackwardShared {
   Element v[Config::kKeys * Config::kSharedValueDim];  // The others are in registers.
   Element q[Config::kQStages][Config::kQueries * Config::kHeadDim];
   Element dout[Config::kDoStages][Config::kQueries * Config::kValueDim];
-  // dS, a row per key. Before that, the warps that share keys exchange probabilities there.
+  // dS, a row per key. Before that, the warps that share keys exchange probabilities there. If
+  // warps have roles, probabilities have the first stage, and dS the second.
   Element ds[Config::kDsStages][Config::kKeys * Config::kQueries];
   QueryStatistic statistics[Config::kQStages][Config::kQueries / 8];
   KeySums<Config::kHasTerms ? Config::kSplit : 0, Config::kKeys> key_sums;
@@ -33,6 +34,11 @@ enum BackwardBarrier {
   // The first of one per group of warps that share keys: they have written probabilities or dS, or
   // have read probabilities.
   kGroupBarrier = 1,
+  // The others, if warps have roles.
+  kFirstRole = 1,   // All of the first role: what they have copied or written is complete.
+  kSecondRole = 2,  // The same for the second role.
+  kPIsReady = 3,    // The first role arrives, once it has written probabilities; the second waits.
+  kDoIsReady = 4,   // The second role arrives, once it has copied dO; the first waits.
 };
 
 // The thread's index, read again at each use. Kept in registers, what is derived from it would be

@@ -51,6 +51,12 @@ __device__ __forceinline__ void StoreShared(uint32_t address, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
+__device__ __forceinline__ uint32_t LoadShared(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
 // --- Copies from global memory ---
 
 // Copies 16 bytes, or zeros where `is_inside` is false; the source is then not read.
