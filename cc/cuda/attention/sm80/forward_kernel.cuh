@@ -13,6 +13,7 @@
 #include "cc/cuda/attention/forward_epilogue.cuh"
 #include "cc/cuda/attention/online_softmax.cuh"
 #include "cc/cuda/attention/sm80/forward_block_terms.cuh"
+#include "cc/cuda/attention/sm80/forward_pair.cuh"
 #include "cc/cuda/attention/sm80/forward_tile.cuh"
 #include "cc/cuda/attention/sm80/mma.cuh"
 #include "cc/cuda/attention/sm80/shared_tile.cuh"
@@ -49,10 +50,16 @@ struct Forward {
   Shared& shared;
   SoftmaxScale scale;
 
-  float scores[kRowGroups][kBlockN / 2];
-  uint32_t p[kRowGroups][kBlockN / 4];
+  static constexpr bool kHasPairs = Config::kHasPairs;
+  // Pieces of 16 rows of a warp, and its share of a block's keys and of the output's dims.
+  static constexpr int kPieces = kHasPairs ? 2 : kRowGroups;
+  static constexpr int kShares = kHasPairs ? 2 : 1;
+  static constexpr int kKeys = kBlockN / kShares, kDims = kValueDim / kShares;
+
+  float scores[kPieces][kKeys / 2];
+  uint32_t p[kPieces][kKeys / 4];
   float acc[kRowGroups][kValueDim / 2];
-  RowState state[kRowGroups];
+  RowState state[kPieces];
   float sinks[2];
   uint32_t bias[Config::kHasTerms ? kBlockN / 4 : 1];  // Of a block, if it is in tiles.
 
@@ -170,13 +177,16 @@ struct Forward {
       scale = {params.softmax_scale * kLog2E, 0.0f};
     }
 #pragma unroll
-    for (int g = 0; g < kRowGroups; ++g) {
+    for (int g = 0; g < kPieces; ++g) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         state[g].reference[r] = kNoReference;
         state[g].max[r] = -INFINITY;
         state[g].sum[r] = 0.0f;
       }
+    }
+#pragma unroll
+    for (int g = 0; g < kRowGroups; ++g) {
 #pragma unroll
       for (float& x : acc[g]) x = 0.0f;
     }
@@ -207,6 +217,10 @@ struct Forward {
       MultiplyValues(StageOf(2 * number + 1));
       FillWalk(number);
     }
+    if constexpr (kHasPairs) {
+      __syncthreads();  // The ring is free.
+      Pair().Exchange();
+    }
   }
 
   // Describes blocks for later, which the next block's first barrier makes visible.
@@ -221,35 +235,45 @@ struct Forward {
   __device__ __forceinline__ int Group(int g) const {
     return Config::kNumWarps == 4 ? g : Warp() / 4;
   }
-  // The warp's first row of a group.
-  __device__ __forceinline__ int WarpRow(int g) const { return Group(g) * 64 + Warp() % 4 * 16; }
-
-  // The position of the thread's first row of a group; its second is 8 rows below.
-  __device__ __forceinline__ int Row(int g) const {
-    return shared.tile.begin + WarpRow(g) + Lane() / 4;
+  // The first row of the warp's pieces, and from one of them to the next.
+  static constexpr int kRowStep = kHasPairs ? 16 : 64;
+  __device__ __forceinline__ static int FirstRow() {
+    return kHasPairs ? Warp() / 2 * 32 : Warp() * 16;
   }
+  // The position of the thread's first row of a piece; its second is 8 rows below.
+  __device__ __forceinline__ int Row(int g) const {
+    return shared.tile.begin + FirstRow() + g * kRowStep + Lane() / 4;
+  }
+  // The share of the keys and of the dims.
+  __device__ __forceinline__ static int Share() { return kHasPairs ? Warp() % 2 : 0; }
+  // The output of a piece.
+  __device__ __forceinline__ float* Sums(int g) {
+    return kHasPairs ? acc[0] + g * (kDims / 2) : acc[g];
+  }
+  __device__ __forceinline__ ForwardPair<Config, Forward> Pair() { return {*this}; }
 
   __device__ __forceinline__ void MultiplyKeys(int stage) {
-    SharedTile<kHeadDim> own = Queries();
-    own.address += WarpRow(0) * own.kRowBytes;
+    SharedTile<kHeadDim> own = Queries(), own_keys = Stage<kHeadDim>(stage);
+    own.address += FirstRow() * own.kRowBytes;
+    own_keys.address += Share() * own_keys.Bytes(kKeys);
     const LeftRows<kHeadDim> queries(own, Lane());
-    const RightRows<kHeadDim> keys(Stage<kHeadDim>(stage), Lane());
+    const RightRows<kHeadDim> keys(own_keys, Lane());
 #pragma unroll
-    for (int g = 0; g < kRowGroups; ++g) {
+    for (int g = 0; g < kPieces; ++g) {
 #pragma unroll
       for (float& x : scores[g]) x = 0.0f;
     }
 #pragma unroll
     for (int d = 0; d < kHeadDim; d += 16) {
-      uint32_t a[kRowGroups][4];
+      uint32_t a[kPieces][4];
 #pragma unroll
-      for (int g = 0; g < kRowGroups; ++g) queries.Load(g * 64, d, a[g]);
+      for (int g = 0; g < kPieces; ++g) queries.Load(g * kRowStep, d, a[g]);
 #pragma unroll
-      for (int n = 0; n < kBlockN; n += 16) {
+      for (int n = 0; n < kKeys; n += 16) {
         uint32_t b[4];
         keys.Load(n, d, b);
 #pragma unroll
-        for (int g = 0; g < kRowGroups; ++g) {
+        for (int g = 0; g < kPieces; ++g) {
           Multiply<Element>(a[g], b, scores[g] + n / 2);
           Multiply<Element>(a[g], b + 2, scores[g] + n / 2 + 4);
         }
@@ -259,43 +283,70 @@ struct Forward {
 
   __device__ __forceinline__ void MultiplyValues(int stage) {
     const RightColumns<kValueDim> values(Stage<kValueDim>(stage), Lane());
+    const auto own = [&](int g, int n) { return p[g] + n / 4; };
+    if constexpr (kHasPairs) {
+      Pair().MultiplyValues(values, own);
+    } else {
+      AddProduct(values, own);
+    }
+  }
+
+  // Adds the product of load(g, n), left operands of keys from `n` on, and `values`, over the keys
+  // of a share.
+  template <typename Load>
+  __device__ __forceinline__ void AddProduct(const RightColumns<kValueDim>& values, Load load) {
 #pragma unroll
-    for (int n = 0; n < kBlockN; n += 16) {
+    for (int n = 0; n < kKeys; n += 16) {
+      const uint32_t* a[kPieces];
 #pragma unroll
-      for (int d = 0; d < kValueDim; d += 16) {
+      for (int g = 0; g < kPieces; ++g) a[g] = load(g, n);
+#pragma unroll
+      for (int d = 0; d < kDims; d += 16) {
         uint32_t b[4];
         values.Load(n, d, b);
 #pragma unroll
-        for (int g = 0; g < kRowGroups; ++g) {
-          Multiply<Element>(p[g] + n / 4, b, acc[g] + d / 2);
-          Multiply<Element>(p[g] + n / 4, b + 2, acc[g] + d / 2 + 4);
+        for (int g = 0; g < kPieces; ++g) {
+          Multiply<Element>(a[g], b, Sums(g) + d / 2);
+          Multiply<Element>(a[g], b + 2, Sums(g) + d / 2 + 4);
         }
       }
     }
   }
 
+  // Hides masked scores of a piece.
+  __device__ __forceinline__ void Hide(const BlockInfo& info, int g) {
+    if (info.flags & kMasked) {
+      const int row = Row(g), rows[2] = {row, row + 8};
+      HideScores(info.slice, rows, info.begin + Share() * kKeys + 2 * (Lane() % 4), scores[g]);
+    }
+  }
+
   __device__ __forceinline__ void Softmax(int number) {
     const BlockInfo& info = shared.walk.Block(number);
-    LogitScale logit;
-    if constexpr (Config::kHasTerms) Terms(number).Add(bias, shared.slope, logit, scores[0]);
-    // One group after the other: both need more registers than their probabilities, once packed.
+    if constexpr (kHasPairs) {
 #pragma unroll
-    for (int g = 0; g < kRowGroups; ++g) {
-      if (info.flags & kMasked) {
-        const int row = Row(g), rows[2] = {row, row + 8};
-        HideScores(info.slice, rows, info.begin + 2 * (Lane() % 4), scores[g]);
-      }
-      float correction[2];
-      if (Exponentiate(logit, state[g], scores[g], correction)) {
+      for (int g = 0; g < kPieces; ++g) Hide(info, g);
+      Pair().Exponentiate();
+      Pair().WriteProbabilities();
+    } else {
+      LogitScale logit;
+      if constexpr (Config::kHasTerms) Terms(number).Add(bias, shared.slope, logit, scores[0]);
+      // One group after the other: both need more registers than their probabilities, once packed.
 #pragma unroll
-        for (int i = 0; i < kValueDim / 2; ++i) acc[g][i] *= correction[i / 2 % 2];
+      for (int g = 0; g < kRowGroups; ++g) {
+        Hide(info, g);
+        float correction[2];
+        if (Exponentiate(logit, state[g], scores[g], correction)) {
+#pragma unroll
+          for (int i = 0; i < kValueDim / 2; ++i) acc[g][i] *= correction[i / 2 % 2];
+        }
+        PackProbabilities<Element>(scores[g], p[g]);
       }
-      PackProbabilities<Element>(scores[g], p[g]);
     }
   }
 
   __device__ __forceinline__ bool Exponentiate(const LogitScale& logit, RowState& row_state,
-                                               float (&x)[kBlockN / 2], float (&correction)[2]) {
+                                               float (&x)[kKeys / 2], float (&correction)[2]) {
     if constexpr (Config::kHasTerms) {
       return OnlineSoftmaxOfLogits</*kMayHaveCap=*/true>(scale, logit, row_state, x, correction);
     } else {

@@ -64,7 +64,7 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
     params.terms = TermsOf(args);
   }
   constexpr size_t kSharedBytes = sizeof(ForwardShared<Config>);
-  static_assert(kSharedBytes <= Config::kSharedLimit, "a tile must fit");
+  static_assert(kSharedBytes <= Config::kMaxSharedBytes, "a tile must fit");
   return LaunchPersistent<ForwardKernel<Config>>(params, Config::kNumThreads, kSharedBytes,
                                                  MaxTiles(shape, tiling) * params.work.num_repeats *
                                                      num_heads * (may_cut ? kMaxPartsOfTile : 1),
@@ -74,13 +74,11 @@ Status LaunchForward(const ForwardArgs& args, const LaunchOptions& options) {
 // Calls use() with the tile for GPUs with this shared memory.
 template <int kHeadDim, int kValueDim, typename Use>
 auto WithForwardTile(const Target& target, Use use) {
-  using Much = ForwardTile<kHeadDim, kValueDim, true>;
-  using Little = ForwardTile<kHeadDim, kValueDim, false>;
   if constexpr (kHeadDim > 192) {
-    const int bytes = target.shared_memory_bytes;
-    if (kMuchSharedMemory <= bytes && bytes < kRoomForTwo) return use(Much());
+    if (target.shared_memory_bytes >= kRoomForTwo) return use(ForwardPairTile<4>());
+    if (target.shared_memory_bytes >= kMuchSharedMemory) return use(ForwardPairTile<8>());
   }
-  return use(Little());
+  return use(ForwardTile<kHeadDim, kValueDim>());
 }
 
 template <int kHeadDim, int kValueDim, typename Element>

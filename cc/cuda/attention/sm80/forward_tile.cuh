@@ -36,6 +36,16 @@ struct ForwardTermsParams : ForwardParams {
 template <typename Config>
 using ForwardParamsOf = std::conditional_t<Config::kHasTerms, ForwardTermsParams, ForwardParams>;
 
+// What the two warps of each pair exchange.
+template <typename Config, bool kHasPairs = Config::kHasPairs>
+struct PairsShared {
+  alignas(128) typename Config::Element p[Config::kBlockM * Config::kBlockN];
+  float max[Config::kNumWarps][32];    // Of a row.
+  float4 sums[Config::kNumWarps][32];  // Of a thread's two rows: the sums, and the maxima.
+};
+template <typename Config>
+struct PairsShared<Config, false> {};
+
 template <typename Config>
 struct ForwardShared {
   using Element = typename Config::Element;
@@ -48,6 +58,7 @@ struct ForwardShared {
   // Row 0 of the tile's batch element and heads.
   const Element *q, *k, *v;
   float slope;  // With terms: that of the tile's head, or 0.
+  PairsShared<Config> pairs;
 };
 
 }  // namespace jax_magi::cuda::sm80
