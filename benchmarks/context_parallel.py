@@ -1,15 +1,19 @@
 """Predicts how context parallelism scales, without a cluster.
 
 python -m benchmarks.context_parallel measure --json FILE       (on one Hopper GPU)
+python -m benchmarks.context_parallel programs --json FILE      (on one Hopper GPU, after `measure`)
 python -m benchmarks.context_parallel predict --json FILE... [--plot FILE] [--markdown FILE]
 
 `measure` plans each mask on ranks of 8192 tokens, eight per node, and times the kernels of a few
 ranks. All kernels of a pass are one program, in the order of the plan and without the transfers:
 one launch makes their tile lists, and each continues with the results of earlier ones. Plans are
 those of `overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `measure` skips the cells that
-the file already has. `predict` adds the transfers, padding included, and simulates the steps of
-both passes: a transfer begins when all ranks of its group are ready, and a step ends when its
-kernel and its transfers have ended. Each file is compared with the single GPU of its own run.
+the file already has. `programs` times the passes of the rank with the most work again, with the
+gathers that pack and unpack rows, and everything else but the collectives. `predict` adds the
+transfers, padding included, and simulates the steps of both passes: a transfer begins when all
+ranks of its group are ready, and a step ends when its kernel and its transfers have ended. It adds
+the time by which programs exceed kernels, because neither kernels nor transfers overlap with
+packing. Each file is compared with the single GPU of its own run.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import numpy as np
 
 import jax_magi
 from benchmarks.rank_kernels import HEAD_DIM, LOCAL, NUM_KV_HEADS, NUM_Q_HEADS, Kernels
+from benchmarks.rank_programs import time_programs
 from jax_magi import AttentionMask, Links
 from jax_magi._src.context_parallel.hops import rows_by_link
 from jax_magi._src.context_parallel.predict import predict as predict_pass
@@ -138,15 +143,61 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
         kernels.forget()
       cell = {"mask": name, "cp_size": cp_size, "network": network, **times}
       data["cells"].append(cell)
-      slowest = int(np.sum(cell["forward"], axis=1).argmax())
-      seconds = (sum(cell[name][slowest]) for name in ("forward", "backward"))
+      busiest = _busiest(cell)
+      seconds = (sum(cell[name][busiest]) for name in ("forward", "backward"))
       print(
         f"{name:16s} cp {cp_size:3d} {network / 1e9:3.0f} GB/s degree {cell['degree']}"
-        f"{' whole queries' if key.whole_slices is not None else ''}, slowest rank: "
-        f"{_rates(sum(cell['areas'][0][slowest]), *seconds)}",
+        f"{' whole queries' if key.whole_slices is not None else ''}, busiest rank: "
+        f"{_rates(sum(cell['areas'][0][busiest]), *seconds)}",
         flush=True,
       )
       path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def measure_programs(path: Path) -> None:
+  """Adds the seconds of programs to the cells that lack them. Writes the file after each cell."""
+  kernels = Kernels()
+  data = json.loads(path.read_text())
+  known: list[tuple[jax_magi.DistAttnKey, dict[str, float]]] = []
+  for cell in data["cells"]:
+    if "programs" in cell:
+      continue
+    key = planned_key(cell["mask"], cell["cp_size"], cell["network"])
+    times = next((times for other, times in known if is_same_plan(key, other)), None)
+    if times is None:
+      times = time_programs(kernels, key, _rank_of(cell, key, _busiest(cell)))
+      known.append((key, times))
+      kernels.forget()
+    cell["programs"] = times
+    more = [1e3 * x for x in _around(cell)]
+    print(
+      f"{cell['mask']:16s} cp {cell['cp_size']:3d} {cell['network'] / 1e9:3.0f} GB/s, besides "
+      f"kernels: forward {more[0]:.2f} ms, backward {more[1]:.2f} ms",
+      flush=True,
+    )
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _busiest(cell: dict[str, Any]) -> int:
+  """The index of the timed rank with the most work."""
+  return int(np.sum(cell["areas"][0], axis=1).argmax())
+
+
+def _rank_of(cell: dict[str, Any], key: jax_magi.DistAttnKey, timed: int) -> int:
+  """A rank with the work of a timed rank."""
+  areas = [key.areas(is_forward=not number) == cell["areas"][number][timed] for number in range(2)]
+  return int(np.concatenate(areas, axis=1).all(axis=1).argmax())
+
+
+def _around(cell: dict[str, Any]) -> tuple[float, float]:
+  """The seconds by which programs exceed kernels, forward and backward; 0 if not measured."""
+  if "programs" not in cell:
+    return 0.0, 0.0
+  timed = _busiest(cell)
+  forward, backward = (
+    max(cell["programs"][name] - sum(cell[name][timed]), 0.0) for name in ("forward", "backward")
+  )
+  return forward, backward
 
 
 def time_alone(kernels: Kernels, name: str) -> dict[str, Any]:
@@ -224,6 +275,8 @@ class Cell:
     near_rows: the rows that a rank moves inside its node.
     ideal: the seconds at the rate of one GPU.
     kernels: the seconds of the kernels of the slowest rank.
+    around: the seconds of packing and unpacking rows, and of anything else besides kernels and
+      transfers; 0 if not measured.
     total: the predicted seconds.
     total_bfloat16: the predicted seconds if gradients travel in 16 bit.
     total_ragged: the predicted seconds with a ragged exchange: see `ragged_seconds`.
@@ -241,6 +294,7 @@ class Cell:
   near_rows: int
   ideal: float
   kernels: float
+  around: float
   total: float
   total_bfloat16: float
   total_ragged: float
@@ -303,7 +357,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       spec.capacities.orders,
     )
 
-  found = passes(2 * ROW_BYTES)
+  found, around = passes(2 * ROW_BYTES), _around(cell)
   ideal = (alone["forward"] + alone["backward"]) / alone["area"] * stats.area.mean()
   by_link = [rows_by_link(hop, spec.ranks) for hops in spec.capacities.hops for hop in hops]
   far, near = map(sum, zip(*by_link, strict=True))
@@ -318,10 +372,11 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
     near_rows=near,
     ideal=ideal,
     kernels=found.kernels,
-    total=found.total,
-    total_bfloat16=passes(ROW_BYTES).total,
-    total_ragged=_total_ragged(found.kernels, cell, network),
-    forward=found.forward,
+    around=sum(around),
+    total=found.total + sum(around),
+    total_bfloat16=passes(ROW_BYTES).total + sum(around),
+    total_ragged=_total_ragged(found.kernels, cell, network) + sum(around),
+    forward=found.forward + around[0],
     flops=4 * HEAD_DIM * NUM_Q_HEADS * float(stats.area.mean()),
   )
 
@@ -374,15 +429,17 @@ def ragged_seconds(name: str, cp_size: int, network: float) -> float:
 def to_markdown(cells: list[Cell]) -> str:
   lines = [
     "| mask | ranks | GB/s a NIC | transport, degree | work, max / mean | rows between nodes, in a "
-    "node | ms at a GPU's rate | kernels | + exposed | efficiency | 16-bit gradients | ragged |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    "node | ms at a GPU's rate | kernels | + packing | + exposed | efficiency | 16-bit gradients | "
+    "ragged |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
   ]
   for c in cells:
     network = f"{c.network / 1e9:.0f}" if c.cp_size > NODE else "-"
     lines.append(
       f"| {c.mask} | {c.cp_size} | {network} | {c.transport}, {c.degree} | {c.balance:.3f} | "
       f"{c.far_rows}, {c.near_rows} | {1e3 * c.ideal:.1f} | {1e3 * c.kernels:.1f} | "
-      f"{1e3 * (c.total - c.kernels):.1f} | {c.ideal / c.total:.0%} | "
+      f"{1e3 * c.around:.1f} | {1e3 * (c.total - c.around - c.kernels):.1f} | "
+      f"{c.ideal / c.total:.0%} | "
       f"{c.ideal / c.total_bfloat16:.0%} | {c.ideal / c.total_ragged:.0%} |"
     )
   return "\n".join(lines) + "\n"
@@ -421,17 +478,20 @@ def plot(cells: list[Cell], path: str) -> None:
 
 def main(argv: list[str]) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("part", choices=["measure", "predict"])
+  parser.add_argument("part", choices=["measure", "programs", "predict"])
   parser.add_argument("--json", required=True, nargs="+", type=Path, help="times of kernels")
   parser.add_argument("--sizes", type=int, nargs="+", default=list(CP_SIZES))
   parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
   parser.add_argument("--plot")
   parser.add_argument("--markdown")
   options = parser.parse_args(argv)
+  if options.part != "predict" and len(options.json) > 1:
+    parser.error(f"{options.part} writes one file")
   if options.part == "measure":
-    if len(options.json) > 1:
-      parser.error("measure writes one file")
     measure(tuple(options.sizes), options.masks, options.json[0])
+    return
+  if options.part == "programs":
+    measure_programs(options.json[0])
     return
   runs = [json.loads(path.read_text()) for path in options.json]
   cells = sorted((cell for run in runs for cell in predict(run)), key=_place)

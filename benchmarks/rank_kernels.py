@@ -36,20 +36,24 @@ class Kernels:
     self._compiled: dict[Any, list[Callable]] = {}
 
   def alone(self, slices: np.ndarray, length: int) -> tuple[float, float]:
-    """The seconds of one call over everything, forward and backward, with 16-bit results."""
+    """The seconds of one call over everything, forward and backward, with 16-bit results.
+
+    The backward pass begins with delta, as in a rank's program.
+    """
 
     def forward(q, k, v, table):
       return self.ops.forward(self.config, q, k, v, table, self._sink())
 
-    def backward(q, k, v, dout, lse, delta, table):
+    def backward(q, k, v, dout, out, lse, table):
+      delta = self.ops.delta(out, lse, dout, self.jnp.zeros_like(lse))
       return self.ops.backward(self.config, q, k, v, dout, lse, delta, table)
 
-    q, dout, k, v = self._operands(length, length)
+    q, dout, k, v = self.operands(length, length)
     table = self.jnp.asarray(slices[None])
-    lse = self.jax.jit(forward)(q, k, v, table)[1]
+    out, lse, _ = self.jax.jit(forward)(q, k, v, table)
     return (
       self._seconds(self.jax.jit(forward), (q, k, v, table)),
-      self._seconds(self.jax.jit(backward), (q, k, v, dout, lse, lse * 0.0, table)),
+      self._seconds(self.jax.jit(backward), (q, k, v, dout, out, lse, table)),
     )
 
   def forward_pass(
@@ -111,7 +115,7 @@ class Kernels:
 
   def forget(self) -> None:
     """Frees operands and programs. Those of many keys take gigabytes."""
-    self._operands.cache_clear()
+    self.operands.cache_clear()
     self._compiled.clear()
 
   def _shares(
@@ -161,11 +165,12 @@ class Kernels:
 
   def _operands_of_pass(self, lengths: Sequence[int]) -> tuple[Any, Any, list[Any]]:
     """q, dout, and k and v of each stage."""
-    q, dout, _, _ = self._operands(self.local, 0)
-    return q, dout, [self._operands(0, length)[2:] for length in lengths]
+    q, dout, _, _ = self.operands(self.local, 0)
+    return q, dout, [self.operands(0, length)[2:] for length in lengths]
 
   @functools.cache  # noqa: B019 (it lives as long as the program)
-  def _operands(self, q_len: int, k_len: int):
+  def operands(self, q_len: int, k_len: int):
+    """q, dout, k and v, with a batch axis of 1."""
     keys = self.jax.random.split(self.jax.random.key(0), 3)
     (q_heads, kv_heads), (dim, value_dim) = self.heads, self.dims
     shapes = [(q_len, q_heads, dim), (k_len, kv_heads, dim), (k_len, kv_heads, value_dim)]

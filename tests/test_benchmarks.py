@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import jax_magi
 from benchmarks import __main__ as command
-from benchmarks import context_parallel, mla, timing
+from benchmarks import context_parallel, mla, rank_programs, timing
 from benchmarks.rank_kernels import Kernels
 from jax_magi._src.context_parallel.schedule import num_parts_of, steps_of
 from jax_magi._src.native.attention import TARGETS
@@ -113,14 +114,15 @@ class _CountedKernels(Kernels):
   def _turns(self, programs, operands):
     for program in programs:
       jax.block_until_ready(program(*operands))
-    return np.array([self._num_kernels(program) for program in programs], float)
-
-  def _num_kernels(self, program):
-    return sum(program.as_text().count(f'"{target}"') for target in TARGETS)
+    return np.array([_num_kernels(program) for program in programs], float)
 
 
-@pytest.mark.parametrize("transport, degree", [("two_level", 2), ("all_to_all", 1), ("auto", 0)])
-def test_pass_of_a_rank_is_timed_as_it_runs(transport, degree):
+def _num_kernels(program):
+  return sum(program.as_text().count(f'"{target}"') for target in TARGETS)
+
+
+@pytest.mark.parametrize("transport, degree", [("two_level", 2), ("all_gather", 1), ("auto", 0)])
+def test_pass_of_a_rank_is_timed_as_it_runs(transport, degree, monkeypatch):
   """With all parts of divided kernels, and with shares of stages that add up to the whole."""
   mask = jax_magi.AttentionMask.causal(1024)
   key = jax_magi.magi_attn_flex_key(
@@ -133,6 +135,15 @@ def test_pass_of_a_rank_is_timed_as_it_runs(transport, degree):
     parts = [num_parts_of(steps, stage) for stage in range(degree + 1)]
     assert parts[0] > 1 or not degree or not number
     np.testing.assert_array_equal(times[name], [parts] * len(times[name]))
+
+  def num_kernels(program, *operands, **_):
+    jax.block_until_ready(program(*operands))
+    assert not re.search(r"all-to-all|all-gather|reduce-scatter|permute", program.as_text())
+    return float(_num_kernels(program))
+
+  monkeypatch.setattr(rank_programs, "seconds", num_kernels)
+  found = rank_programs.time_programs(_CountedKernels(256), key, 1)
+  assert found == {name: sum(times[name][0]) for name in ("forward", "backward")}
 
 
 def test_expansion_is_priced_as_it_was_measured():
