@@ -154,13 +154,13 @@ def measure(cp_sizes: tuple[int, ...], names: list[str], path: Path) -> None:
       path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def measure_programs(path: Path) -> None:
+def measure_programs(names: list[str], path: Path) -> None:
   """Adds the seconds of programs to the cells that lack them. Writes the file after each cell."""
   kernels = Kernels()
   data = json.loads(path.read_text())
   known: list[tuple[jax_magi.DistAttnKey, dict[str, float]]] = []
   for cell in data["cells"]:
-    if "programs" in cell:
+    if "programs" in cell or cell["mask"] not in names:
       continue
     key = planned_key(cell["mask"], cell["cp_size"], cell["network"])
     times = next((times for other, times in known if is_same_plan(key, other)), None)
@@ -491,7 +491,7 @@ def main(argv: list[str]) -> None:
     measure(tuple(options.sizes), options.masks, options.json[0])
     return
   if options.part == "programs":
-    measure_programs(options.json[0])
+    measure_programs(options.masks, options.json[0])
     return
   runs = [json.loads(path.read_text()) for path in options.json]
   cells = sorted((cell for run in runs for cell in predict(run)), key=_place)

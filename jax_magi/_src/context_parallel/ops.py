@@ -302,10 +302,10 @@ def _staged_backward(
       stages[stage] = form.parted(transfers[stage - 1].unpacked(parts[stage - 1]))
       parts[stage - 1] = []
     for (stage, hop), rows in zip(step.reduces, arrived[len(step.casts) :], strict=True):
-      transfer = transfers[stage - 1]
-      summed = transfer.added(hop, back[stage - 1], rows, config.backward.deterministic)
-      back[stage - 1] = None if hop == 0 else summed
-      own = _sum(own, summed[0]) if hop == 0 else own
+      # Gradients of own rows are added to those of earlier transfers, in one array.
+      transfer, received = transfers[stage - 1], (own, *back[stage - 1][1:])
+      own, *others = transfer.added(hop, received, rows, config.backward.deterministic)
+      back[stage - 1] = (None, *others) if hop else None
     if call is None:
       dq = results
     else:
