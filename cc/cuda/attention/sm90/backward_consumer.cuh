@@ -62,8 +62,7 @@ struct BackwardConsumer : BackwardWarpgroup<Config> {
       ArriveByWarp(&shared.ds_full[x_ring.stage], thread);
     } else if constexpr (Config::kStoresDs) {
       if (warpgroup == 0 && thread == 0) shared.ds_info[num_done % 2].head = -1;
-      __syncwarp();  // A warp must arrive at a named barrier as one.
-      NamedArrive(kDsWritten, Config::kDsThreads);
+      NamedSync(kDsWritten, Config::kDsThreads);
     }
     EndDq(num_done, num_done % 2);
   }
