@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask
 from tests.accuracy import check_results, make_inputs
+from tests.cp_runs import NATIVE
 
 
 def main(port: int, count: int, number: int, cases: list[str]) -> None:
@@ -64,7 +65,9 @@ def _run(inputs, key, mesh):
   def fun(q, k, v, dout, dlse, sink, key):
     def attend(q, k, v, sink):
       def step(q, k, v, key, sink):
-        out, meta = jax_magi.calc_attn(q, k, v, key, sink=sink, return_max_logits=True)
+        out, meta = jax_magi.calc_attn(
+          q, k, v, key, sink=sink, return_max_logits=True, implementation=NATIVE
+        )
         return out, meta.lse, meta.max_logits
 
       specs = (P("cp"),) * 4 + (P(),)

@@ -54,9 +54,23 @@ def test_every_size_and_degree(cp_size, overlap_degree, transport):
   check_all_masks(cp_size, overlap_degree=overlap_degree, transport=transport)
 
 
+# With nodes of one rank, or one node, two levels are one. Other transports have no levels, and
+# `test_every_size_and_degree` has their degrees.
+_ON_NODES = [
+  *itertools.product([2, 4], ["two_level", "auto"], [0, 1, 2, 4]),
+  *[(1, "two_level", 1), (8, "two_level", 2), (1, "auto", 2), (8, "auto", 4)],
+  *[(1, "all_to_all", 0), (2, "all_to_all", 4), (4, "all_to_all", 2), (8, "all_to_all", 1)],
+  *[(1, "all_gather", 0), (2, "all_gather", 2), (4, "all_gather", 4), (8, "all_gather", 1)],
+]
+_ON_NODES_ALWAYS = [(2, "two_level", 1), (4, "all_to_all", 2), (1, "all_gather", 0), (8, "auto", 4)]
+
+
 @pytest.mark.parametrize(
   ("ranks_per_node", "transport", "overlap_degree"),
-  in_turns([2, 4, 1, 8], ["two_level", "all_to_all", "all_gather", "auto"], [1, 2, 0, 4]),
+  [
+    pytest.param(*case, marks=() if case in _ON_NODES_ALWAYS else (pytest.mark.long,))
+    for case in _ON_NODES
+  ],
 )
 def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
   check = _check_own_programs if transport == "auto" else check_all_masks

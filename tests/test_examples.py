@@ -41,7 +41,9 @@ def test_flax_example_holds_logits_at_the_threshold(name):
 @pytest.mark.long
 def test_gpt_is_held_at_the_threshold_and_runs_away_without():
   example = _load("muon_qk_clip")
-  config = example.dataclasses.replace(example.Config(), num_layers=2, num_steps=40)
+  config = example.dataclasses.replace(
+    example.Config(), num_layers=2, hidden=64, length=64, num_steps=40
+  )
   histories = {clip: example.train(config, clip) for clip in (False, True)}
   last = {clip: history["max_logit"][-10:] for clip, history in histories.items()}
   assert min(last[False]) > 2 * config.threshold
