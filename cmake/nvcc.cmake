@@ -29,14 +29,15 @@ function(jax_magi_keep_known_architectures nvcc architectures)
   set(${architectures} "${kept}" PARENT_SCOPE)
 endfunction()
 
-# Sets what `target` is compiled for. GPUs from 8.0 to 8.9 share one pass of the compiler's front
-# end, which takes most of the time: their machine code is the same as with a pass for each.
-function(jax_magi_set_architectures target)
+# Sets what `target` is compiled for. Architectures that match `alike` share one pass of the
+# compiler's front end, which takes most of the time: their machine code is the same as with a pass
+# for each.
+function(jax_magi_set_architectures target alike)
   set(others ${ARGN})
-  list(FILTER others EXCLUDE REGEX "^8")
+  list(FILTER others EXCLUDE REGEX "^(${alike})(-|$)")
   set(codes "")
   foreach(architecture IN LISTS ARGN)
-    if(architecture MATCHES "^(8[0-9])(-real)?$")
+    if(architecture MATCHES "^(${alike})(-real)?$")
       list(APPEND codes sm_${CMAKE_MATCH_1})
     endif()
     if(architecture MATCHES "^80(-virtual)?$")

@@ -88,13 +88,13 @@ def test_only_the_kernels_for_hopper_are_for_hopper_alone():
   assert {name for name, x in is_attention.items() if not x} == around
   assert all(re.search(r"\d(Forward|Backward)Kernel", n) for n, x in is_attention.items() if x)
   ptx = collections.Counter(re.findall(r"\.(sm_\w+)\.ptx", _dump("--list-ptx")))
-  assert ptx["sm_90"] == 3  # A dtype of softmax each.
-  assert ptx.keys() == {"sm_80", "sm_90"}
   variants = CUDA.module.variants()["attention sm80"]
-  assert (
-    len(since_ampere) >= 4 * len(variants) > 0
-  )  # Two kernels of each pass: without terms, with.
-  assert ptx["sm_80"] >= 4 * len(variants)
+  # Two kernels of each pass: without terms, with.
+  assert len(since_ampere) >= 4 * len(variants) > 0
+  sources = (Path(__file__).resolve().parent.parent / "cc" / "cuda").rglob("*.cu")
+  num_around = sum(not path.stem.endswith("_instance") for path in sources)
+  # Three are those of softmax, for a dtype each.
+  assert ptx == {"sm_80": 4 * len(variants) + num_around + 3}
 
 
 def _count_products(code: str) -> int:
