@@ -5,17 +5,17 @@ python scripts/test_trainers.py levanter marin.tar.gz      # github.com/marin-co
 python scripts/test_trainers.py maxtext ARCHIVE --environment DIR    # kept, for further runs
 python scripts/test_trainers.py maxtext ARCHIVE -- llama gemma2      # some models only
 
-Makes an environment with what the trainer imports, all from PyPI, and this package, built there;
-the trainer itself is used as it is in the archive of its sources, which is yours to provide
-(`git archive`, or a download; a folder will do). Both trainers need Python 3.12. Then it runs
-scripts/trainers/check_NAME.py, which says what is compared. Needs 4 GB of disk, no GPU, and 20 to
-40 CPU minutes for MaxText, 5 for Levanter.
+The script makes an environment with what the trainer imports, all wheels from PyPI, in the
+versions of scripts/trainers/constraints.txt, and with this package, built from its sources with
+its CPU kernels. You provide the trainer as an archive of its sources (`git archive`, or a
+download), or as a folder. Then the script runs scripts/trainers/check_NAME.py, which says what is
+compared. Both trainers need Python 3.12: name it with --python if it is not `python3.12`. Needs
+4 GB of disk, no GPU, and 20 to 40 CPU minutes for MaxText, 5 for Levanter.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import subprocess
@@ -28,17 +28,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # What the trainers import on the way to their trainers; their own lists have much more.
 REQUIREMENTS = {
   "maxtext": """
-    jax==0.11.* jaxlib==0.11.* flax optax orbax-checkpoint grain omegaconf pydantic aqtp qwix
-    tokamax drjax pathwaysutils transformers sentencepiece tiktoken tensorboardx datasets==5.*
-    ml-collections absl-py chex etils jsonlines pillow psutil jinja2 sympy
+    absl-py aqtp chex datasets drjax etils flax grain jax jaxlib jinja2 jsonlines ml-collections
+    omegaconf optax orbax-checkpoint pathwaysutils pillow psutil pydantic qwix sentencepiece sympy
+    tensorboardx tiktoken tokamax transformers
   """,
   "levanter": """
-    aqtp braceexpand cloudpickle connect-python datasets==5.* draccus equinox gitpython
-    humanfriendly jax==0.11.* jaxlib==0.11.* jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic
-    pytimeparse requests s3fs safetensors tblib tensorstore tokenizers tqdm-loggable transformers
-    wandb zstandard
+    aqtp braceexpand cloudpickle connect-python datasets draccus equinox gitpython humanfriendly
+    jax jaxlib jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic pytimeparse requests s3fs
+    safetensors tblib tensorstore tokenizers tqdm-loggable transformers wandb zstandard
   """,
 }
+CONSTRAINTS = ROOT / "scripts" / "trainers" / "constraints.txt"
 SOURCES = {"maxtext": ["src"], "levanter": ["lib/*/src"]}  # In the archives.
 
 
@@ -48,32 +48,44 @@ def run(*command: object, **options: object) -> int:
   return subprocess.run([str(c) for c in command], check=False, **options).returncode
 
 
+def require(purpose: str, *command: object, **options: object) -> None:
+  """Runs a command, and exits if it fails."""
+  if status := run(*command, **options):
+    sys.exit(f"Could not {purpose}: the command above ended with status {status}.")
+
+
 def make(environment: Path, trainer: str, python: str) -> Path:
-  """Installs everything but the trainer, unless it is there, and returns the interpreter."""
+  """Installs everything but the trainer, and returns the interpreter."""
   interpreter = environment / "bin" / "python"
-  if (environment / "made").exists():
-    return interpreter
-  build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", environment / "wheel", ROOT]
-  build += ["--config-settings", f"build-dir={environment}/build"]
-  for command in (
-    (python, "-m", "venv", environment),
-    (interpreter, "-m", "pip", "install", "--quiet", *REQUIREMENTS[trainer].split()),
-    (interpreter, *build),
-  ):
-    if run(*command, env=os.environ | {"JAX_MAGI_CUDA": "OFF"}):
-      sys.exit(1)
-  (wheel,) = (environment / "wheel").glob("*.whl")
-  if run(interpreter, "-m", "pip", "install", "--quiet", "--no-deps", wheel):
-    sys.exit(1)
-  (environment / "made").touch()
+  pip = (interpreter, "-m", "pip")
+  if not (environment / "made").exists():
+    if shutil.which(python) is None:
+      sys.exit(f"There is no {python}. Name an interpreter of Python 3.12 with --python.")
+    need = "import sys; sys.exit(sys.version_info[:2] != (3, 12))"
+    require(f"use {python}, which must be Python 3.12", python, "-c", need)
+    require(f"make {environment}", python, "-m", "venv", environment)
+    # Wheels only, and each of one version. Otherwise pip tries many, and builds some of them.
+    names = ("--only-binary", ":all:", "-c", CONSTRAINTS, *REQUIREMENTS[trainer].split())
+    require(f"install what {trainer} imports", *pip, "install", "--quiet", *names)
+    (environment / "made").touch()
+  # Built in each run, because the package may have changed.
+  with tempfile.TemporaryDirectory() as folder:
+    wheel = (*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
+    wheel += ("--config-settings", f"build-dir={folder}/build")
+    require("build jax_magi", *wheel, env=os.environ | {"JAX_MAGI_CUDA": "OFF"})
+    install = (*pip, "install", "--quiet", "--no-deps", "--force-reinstall")
+    require("install jax_magi", *install, *Path(folder).glob("*.whl"))
   return interpreter
 
 
 def sources_of(trainer: str, archive: Path, folder: Path) -> list[Path]:
   """Folders to import the trainer from."""
-  if archive.is_file():
-    with tarfile.open(archive) as file:
-      file.extractall(folder, filter="data")
+  if not archive.is_dir():
+    try:
+      with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    except (OSError, tarfile.TarError) as error:
+      sys.exit(f"Could not extract {archive}: {error}")
     archive = folder
   # Archives of GitHub have everything in one folder.
   for root in (archive, *archive.iterdir()):
@@ -94,11 +106,11 @@ def main() -> int:
   parser.add_argument("--environment", type=Path, help="where to keep it")
   parser.add_argument("arguments", nargs="*", help="for the check, after --")
   options = parser.parse_args()
-  with contextlib.ExitStack() as stack:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+  with tempfile.TemporaryDirectory() as name:
+    folder = Path(name)
+    sources = sources_of(options.trainer, options.archive.resolve(), folder / "trainer")
     environment = (options.environment or folder / "environment").resolve()
     interpreter = make(environment, options.trainer, options.python)
-    sources = sources_of(options.trainer, options.archive.resolve(), folder / "trainer")
     # Away from the package's sources: the check takes what was installed.
     shutil.copytree(ROOT / "examples", folder / "check" / "examples")
     paths = os.pathsep.join(map(str, (folder / "check", *sources)))
