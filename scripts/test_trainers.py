@@ -5,9 +5,9 @@ python scripts/test_trainers.py levanter marin.tar.gz      # github.com/marin-co
 python scripts/test_trainers.py maxtext ARCHIVE --environment DIR    # kept, for further runs
 python scripts/test_trainers.py maxtext ARCHIVE -- llama gemma2      # some models only
 
-The script makes an environment with what the trainer imports, all wheels from PyPI, in the
-versions of scripts/trainers/constraints.txt, and with this package, built from its sources with
-its CPU kernels. You provide the trainer as an archive of its sources (`git archive`, or a
+The script makes an environment with the wheels from PyPI that scripts/trainers/requirements.txt
+lists, which the trainers import, and with this package, built from its sources with its CPU
+kernels. You provide the trainer as an archive of its sources (`git archive`, or a
 download), or as a folder. Then the script runs scripts/trainers/check_NAME.py, which says what is
 compared. Both trainers need Python 3.12: name it with --python if it is not `python3.12`. Needs
 4 GB of disk, no GPU, and 20 to 40 CPU minutes for MaxText, 5 for Levanter.
@@ -25,20 +25,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What the trainers import on the way to their trainers; their own lists have much more.
-REQUIREMENTS = {
-  "maxtext": """
-    absl-py aqtp chex datasets drjax etils flax grain jax jaxlib jinja2 jsonlines ml-collections
-    omegaconf optax orbax-checkpoint pathwaysutils pillow psutil pydantic qwix sentencepiece sympy
-    tensorboardx tiktoken tokamax transformers
-  """,
-  "levanter": """
-    aqtp braceexpand cloudpickle connect-python datasets draccus equinox gitpython humanfriendly
-    jax jaxlib jaxtyping jinja2 jmp mergedeep optax pyarrow pydantic pytimeparse requests s3fs
-    safetensors tblib tensorstore tokenizers tqdm-loggable transformers wandb zstandard
-  """,
-}
-CONSTRAINTS = ROOT / "scripts" / "trainers" / "constraints.txt"
+REQUIREMENTS = ROOT / "scripts" / "trainers" / "requirements.txt"
 SOURCES = {"maxtext": ["src"], "levanter": ["lib/*/src"]}  # In the archives.
 
 
@@ -54,7 +41,7 @@ def require(purpose: str, *command: object, **options: object) -> None:
     sys.exit(f"Could not {purpose}: the command above ended with status {status}.")
 
 
-def make(environment: Path, trainer: str, python: str) -> Path:
+def make(environment: Path, python: str) -> Path:
   """Installs everything but the trainer, and returns the interpreter."""
   interpreter = environment / "bin" / "python"
   pip = (interpreter, "-m", "pip")
@@ -64,9 +51,9 @@ def make(environment: Path, trainer: str, python: str) -> Path:
     need = "import sys; sys.exit(sys.version_info[:2] != (3, 12))"
     require(f"use {python}, which must be Python 3.12", python, "-c", need)
     require(f"make {environment}", python, "-m", "venv", environment)
-    # Wheels only, and each of one version. Otherwise pip tries many, and builds some of them.
-    names = ("--only-binary", ":all:", "-c", CONSTRAINTS, *REQUIREMENTS[trainer].split())
-    require(f"install what {trainer} imports", *pip, "install", "--quiet", *names)
+    # The list is complete. With a choice, pip tries many versions, and builds some of them.
+    wheels = ("--only-binary", ":all:", "--no-deps", "--no-compile", "-r", REQUIREMENTS)
+    require("install what the trainers import", *pip, "install", "--quiet", *wheels)
     (environment / "made").touch()
   # Built in each run, because the package may have changed.
   with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +97,7 @@ def main() -> int:
     folder = Path(name)
     sources = sources_of(options.trainer, options.archive.resolve(), folder / "trainer")
     environment = (options.environment or folder / "environment").resolve()
-    interpreter = make(environment, options.trainer, options.python)
+    interpreter = make(environment, options.python)
     # Away from the package's sources: the check takes what was installed.
     shutil.copytree(ROOT / "examples", folder / "check" / "examples")
     paths = os.pathsep.join(map(str, (folder / "check", *sources)))
