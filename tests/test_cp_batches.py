@@ -120,6 +120,17 @@ def test_keys_can_be_cut_into_microbatches_and_sent():
     jax.tree.map(np.testing.assert_array_equal, half, other)
 
 
+@pytest.mark.parametrize("padding_id", [-1, 0, None])
+def test_numbers_of_a_pipeline_make_the_same_keys(padding_id):
+  """From 0 or from a corpus, in any order, with padding that has its own number or none."""
+  numbers = {-1: [5, 0, 2, -1], 0: [9, 2**31 - 1, 3, 0], None: [5, 0, 9, 4]}[padding_id]
+  plain = [1, 2, 3, 0 if padding_id is not None else 4]
+  ids, plain = (np.repeat([x], [20, 1, 30, 13], axis=1) for x in (numbers, plain))
+  found = jax_magi.plan_batch(ids, cp_size=2, max_segments=4, padding_id=padding_id)
+  expected = jax_magi.plan_batch(plain, cp_size=2, max_segments=4)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_one_partition_spec_fits_every_leaf():
   mesh = make_mesh(cp=2, dp=2)
   one = jax_magi.magi_attn_flex_key(AttentionMask.causal(64), cp_size=2)

@@ -200,6 +200,39 @@ def test_labels_stop_at_the_ends_of_documents(axis_type, shift):
     np.testing.assert_array_equal(whole(*placed), want)
 
 
+@pytest.mark.parametrize("shift", [-1, -9])
+def test_labels_of_new_documents_compile_nothing_and_have_gradients(shift):
+  """Rows are what the shift by a matrix of zeros and ones makes of them, and so are gradients."""
+  length = 46
+  mesh = make_mesh(cp=4)
+  rng = np.random.default_rng(0)
+  x, dy = rng.standard_normal((2, length, 3)).astype(np.float32)
+
+  def labels(x, ids, key):
+    return jax_magi.roll(x, key, shift, segment_ids=ids)
+
+  specs = {"mesh": mesh, "in_specs": P("cp"), "out_specs": P("cp")}
+
+  @jax.jit
+  def run(x, ids, key, dy):
+    found = []
+    for fun in (labels, jax.shard_map(labels, **specs)):
+      y, pull = jax.vjp(lambda x, fun=fun: fun(x, ids, key), x)
+      found.append((y, *pull(dy)))
+    return found
+
+  for lengths in ([9, 1, 21, 15], [30, 2, 3, 11]):
+    ids = np.repeat([3, 1, 2, 0], lengths)
+    key = magi_attn_flex_key(AttentionMask.causal(length), cp_size=4, chunk_size=4)
+    comes_from = np.eye(length, k=-shift, dtype=np.float32) * (ids[:, None] == ids)
+    rows = (x, ids, dy, comes_from @ x, comes_from.T @ dy)
+    own, own_ids, own_dy, *expected = (jax_magi.dispatch(one, key) for one in rows)
+    for found in run(own, own_ids, key, own_dy):
+      for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+  assert run._cache_size() == 1
+
+
 def test_mesh_of_the_context():
   mesh = make_mesh(cp=4)
   mask = MASKS["documents"]
