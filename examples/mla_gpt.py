@@ -216,6 +216,7 @@ def make_optimizer(config: Config, threshold):
     threshold,
     alpha=config.alpha,
     weight_decay=0.0,
+    report=False,  # raise_if_broken does it, and JAX's cache can keep a step without callbacks.
     adam_learning_rate=adam_rate,
   )
 

@@ -200,7 +200,13 @@ def make_optimizer(config: Config, threshold):
     for peak in (config.learning_rate, 0.1 * config.learning_rate)
   )
   return muon_clip(
-    muon_rate, PROJECTIONS, MATRICES, threshold, weight_decay=0.0, adam_learning_rate=adam_rate
+    muon_rate,
+    PROJECTIONS,
+    MATRICES,
+    threshold,
+    weight_decay=0.0,
+    report=False,  # raise_if_broken does it, and JAX's cache can keep a step without callbacks.
+    adam_learning_rate=adam_rate,
   )
 
 

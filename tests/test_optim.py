@@ -417,3 +417,16 @@ def test_broken_head_is_logged_under_jit_and_keeps_its_weights(value, caplog):
   assert record.levelno == logging.ERROR and record.name == "jax_magi"
   assert "NaN or +inf at head 1;" in record.getMessage()
   _assert_only_the_sound_group_is_clipped(params, clipped)
+
+
+def test_without_report_the_program_never_calls_the_host():
+  """JAX exports such programs, and keeps them in its persistent compilation cache."""
+  params, max_logits = make_kernels(4, 2), _broken(0.0)
+
+  def export(report):
+    clip = jax.jit(lambda p, m: apply_qk_clip(p, m, make_projections(), report=report))
+    return jax.export.export(clip)(params, max_logits).serialize
+
+  with pytest.raises(NotImplementedError, match="callback"):
+    export(True)()
+  assert export(False)()

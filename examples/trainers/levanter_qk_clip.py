@@ -88,7 +88,8 @@ def with_qk_clip(optimizer, threshold):
       q = Projection(f"{path}/q_proj/weight/0", f"{layers}heads group dim -> embed")
       k = Projection(f"{path}/k_proj/weight/0", f"{layers}heads dim -> embed")
       projections[path] = QkProjections(q, k)
-    return qk_clip(projections, threshold)
+    # Without a call of the host, JAX keeps the compiled step.
+    return qk_clip(projections, threshold, report=False)
 
   def init(params):
     return optimizer.init(params), clip_of(params).init(params)
