@@ -89,12 +89,11 @@ class Kernels:
     """The same for a backward pass. The first kernel starts a sum of dq, and the last rounds it."""
     kernels = [step for step in steps if step.stage >= 0]
 
-    def backward(count, q, dout, stages, lse, delta, tables):
-      masks, keys = self.masks.backward_masks(steps, tables, lengths)
-      v = stages[0][1]
+    def backward(count, q, dout, parts, lse, delta, tables):
+      masks, _ = self.masks.backward_masks(steps, tables, lengths)
+      v = parts[0][1]
       dq, gradients = self.dq_sum.empty_dq_sum(q, v), []
-      for step in kernels[:count]:
-        rows = (x[:, keys[step]] for x in stages[step.stage])
+      for step, rows in zip(kernels[:count], parts, strict=False):
         mask = masks.operand(step, masks.slices[step])
         operands = (self.config, q, *rows, dout, lse, delta, mask)
         dq, *dk_dv = self.ops.backward(*operands, grad_dtype=np.float32, running_dq=dq)
@@ -104,9 +103,12 @@ class Kernels:
       return dq, gradients
 
     q, dout, stages = self._operands_of_pass(lengths)
+    _, keys = self.masks.backward_masks(steps, tables, lengths)
+    # A rank's program cuts the parts of a stage while it unpacks rows.
+    parts = [[x[:, keys[step]] for x in stages[step.stage]] for step in kernels]
     lse = self.jnp.full(q.shape[:3], 9.0, np.float32)
     name = "backward", tuple(steps), tables.shape, tuple(lengths)
-    operands = (q, dout, stages, lse, lse * 0.0, self.jnp.asarray(tables))
+    operands = (q, dout, parts, lse, lse * 0.0, self.jnp.asarray(tables))
     return self._shares(name, backward, kernels, len(lengths), operands)
 
   def forget(self) -> None:

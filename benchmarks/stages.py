@@ -138,10 +138,11 @@ def backward_summed(q, dout, lse, delta, stages):
 
 
 def _turns(calls: list[tuple[Callable, tuple[Any, ...]]], num_turns: int) -> list[float]:
-  """The milliseconds of each call of a jitted function."""
+  """The milliseconds of each call of a jitted function. Every other turn is in reverse order."""
   times: list[list[float]] = [[] for _ in calls]
-  for _ in range(num_turns):
-    for found, (fun, arguments) in zip(times, calls, strict=True):
+  for turn in range(num_turns):
+    order = list(zip(times, calls, strict=True))
+    for found, (fun, arguments) in order if turn % 2 else reversed(order):
       found.append(1e3 * seconds(fun, *arguments, budget=0.03, repeats=1))
   return [statistics.median(found) for found in times]
 
