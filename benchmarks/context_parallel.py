@@ -435,10 +435,11 @@ def to_markdown(cells: list[Cell]) -> str:
   ]
   for c in cells:
     network = f"{c.network / 1e9:.0f}" if c.cp_size > NODE else "-"
+    around = f"{1e3 * c.around:.1f}" if c.around else "-"
     lines.append(
       f"| {c.mask} | {c.cp_size} | {network} | {c.transport}, {c.degree} | {c.balance:.3f} | "
       f"{c.far_rows}, {c.near_rows} | {1e3 * c.ideal:.1f} | {1e3 * c.kernels:.1f} | "
-      f"{1e3 * c.around:.1f} | {1e3 * (c.total - c.around - c.kernels):.1f} | "
+      f"{around} | {1e3 * (c.total - c.around - c.kernels):.1f} | "
       f"{c.ideal / c.total:.0%} | "
       f"{c.ideal / c.total_bfloat16:.0%} | {c.ideal / c.total_ragged:.0%} |"
     )
