@@ -32,17 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_magi
-from benchmarks.context_parallel import (
-  LATENCY,
-  MASKS,
-  NODE,
-  NVLINK,
-  is_same_plan,
-  kernels_of_ranks,
-  networks_of,
-  time_ranks,
-)
+from benchmarks.context_parallel import kernels_of_ranks, time_ranks
 from benchmarks.rank_kernels import LOCAL, Kernels
+from benchmarks.rank_plans import LATENCY, MASKS, NODE, NVLINK, is_same_plan, networks_of
 from benchmarks.timing import seconds
 from jax_magi import AttentionMask, Links
 from jax_magi._src.context_parallel.hops import rows_by_link

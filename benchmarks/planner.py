@@ -13,7 +13,7 @@ import tracemalloc
 import numpy as np
 
 import jax_magi
-from benchmarks.context_parallel import documents, shared_questions
+from benchmarks.rank_plans import documents, shared_questions
 from jax_magi import AttentionMask
 from jax_magi._src.context_parallel.assignment_cost import CostModel, Units
 from jax_magi._src.context_parallel.chunks import num_chunks

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.context_parallel import MASKS, make_key
 from benchmarks.rank_kernels import HEAD_DIM, LOCAL, NUM_KV_HEADS, NUM_Q_HEADS
+from benchmarks.rank_plans import MASKS, make_key
 from benchmarks.timing import seconds
 from jax_magi import Links, key_for_new_mask, merge_attention
 from jax_magi._src.attention import ops
