@@ -3,7 +3,8 @@
 // A warp has 16 * kPieces keys of a tile. `kSplit` warps share them: each computes the scores of a
 // share of the queries, and the gradients of keys and values for a share of the dims. Gradients
 // take (kHeadDim + kValueDim) / kSplit * kPieces / 2 registers of a thread, a share of the scores
-// and of dP up to 32 each.
+// and of dP up to 32 each. With roles, kSplit warps of each role share the keys of the scores, and
+// the role's warps share the gradients: see backward_roles.cuh.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_CONFIG_H_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_CONFIG_H_

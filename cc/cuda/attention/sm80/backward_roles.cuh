@@ -1,9 +1,11 @@
 // The backward kernel's loop over blocks when warps have one of two roles.
 //
 // Warps of the first role compute S, P and dV; those of the second compute dP, dS and dK. All of
-// them compute dQ. P and dS go through shared memory. Operands that a warp loads from there serve
-// larger parts of each product than if it computed both S and dP, and gradients of both keys and
-// values, and what shared memory delivers is what limits the products with 256 dims.
+// them compute dQ. P and dS go through shared memory.
+//
+// With 256 dims, loads from shared memory limit the products. A warp that computes larger parts of
+// fewer products loads less: an operand serves 32 keys and 32 queries of the scores, and all keys
+// of the gradients.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_ROLES_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM80_BACKWARD_ROLES_CUH_
