@@ -36,10 +36,11 @@ def compile_step(devices, key, rows):
 
   def step(q, latent, kv_b, dout, key):
     def attend(q, latent, kv_b):
+      options = {"implementation": "cuda"}  # Named, so that JAX traces no other path.
       if rows == "latents":
         call = jax_magi.calc_latent_attn
-        return call(q, latent, key, expand=lambda rows: expand(rows, kv_b))[0]
-      return jax_magi.calc_attn(q, *expand(latent, kv_b), key)[0]
+        return call(q, latent, key, expand=lambda rows: expand(rows, kv_b), **options)[0]
+      return jax_magi.calc_attn(q, *expand(latent, kv_b), key, **options)[0]
 
     out, backward = jax.vjp(attend, q, latent, kv_b)
     # The cotangent depends on the result of the layer, as gradients of later layers do.

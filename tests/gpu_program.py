@@ -99,7 +99,9 @@ def compile_step(devices: list, key: jax_magi.DistAttnKey, action: str, options:
 
   def step(q, k, v, dout, key):
     def attend(q, k, v):
-      out, meta = jax_magi.calc_attn(q, k, v, key, return_max_logits=True, **_OPTIONS[action])
+      # Named, so that JAX traces no other path.
+      options = {"return_max_logits": True, "implementation": "cuda", **_OPTIONS[action]}
+      out, meta = jax_magi.calc_attn(q, k, v, key, **options)
       return out, meta.max_logits
 
     out, backward, max_logits = jax.vjp(attend, q, k, v, has_aux=True)

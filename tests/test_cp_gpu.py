@@ -111,38 +111,43 @@ def _check_links(key, exchanges, action):
     assert moved == stats.levels[level].padded_rows
 
 
-# The nodes, degrees, transport and masks of the programs that one process compiles. Each transport
-# occurs with each number of nodes, and with each degree. Masks and degrees take turns.
+# The number of nodes, and degree, transport and mask of programs that one process compiles. Each
+# transport occurs with each number of nodes, and with each degree. Masks and degrees take turns.
 CASES = [
-  (2, "2", "two_level", "documents"),
+  (2, ["2 two_level documents"]),
   # The cases from here on are long.
-  (4, "1,4", "two_level", "window"),
-  (2, "4,1", "two_level", "window,full"),
-  (4, "4,2", "two_level", "documents,full"),
-  (2, "1,2", "all_to_all", "documents,window"),
-  (4, "4", "all_to_all", "documents"),
-  (1, "4,1", "all_to_all", "documents,window"),
-  (2, "4", "all_gather", "full"),
-  (4, "2", "all_gather", "full"),
-  (1, "4,1", "all_gather", "documents,full"),
-  (1, "4,1", "ragged", "documents,window"),
-  (1, "1,2", "auto", "window"),  # Each kernel overlaps with one permutation.
-  (1, "2,4", "auto", "neighbours"),  # Each kernel overlaps with two permutations.
+  (
+    2,
+    [
+      "4 two_level window",
+      "1 two_level full",
+      "1 all_to_all documents",
+      "2 all_to_all window",
+      "4 all_gather full",
+    ],
+  ),
+  (4, ["1 two_level window", "4 two_level window", "4 two_level documents"]),
+  (4, ["2 two_level full", "4 all_to_all documents", "2 all_gather full"]),
+  (1, ["4 all_to_all documents", "1 all_to_all window"]),
+  (1, ["4 all_gather documents", "1 all_gather full", "4 ragged documents", "1 ragged window"]),
+  # Each kernel overlaps with one permutation, or with two.
+  (1, ["1 auto window", "2 auto window", "2 auto neighbours", "4 auto neighbours"]),
 ]
 
 
 def _id(value):
-  return str(value).replace(",", "_")
+  return "-".join(value).replace(" ", "_") if isinstance(value, list) else str(value)
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-  ("nodes", "degrees", "transport", "masks"),
+  ("nodes", "programs"),
   [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])],
   ids=_id,
 )
-def test_exchanges_are_those_of_the_plan_beside_attention(nodes, degrees, transport, masks):
-  for key, text, action in _programs(nodes, degrees, transport, masks):
+def test_exchanges_are_those_of_the_plan_beside_attention(nodes, programs):
+  lists = map(",".join, zip(*map(str.split, programs), strict=True))
+  for key, text, action in _programs(nodes, *lists):
     _check(key, text, action)
     assert nodes == 1 or "ragged-all-to-all" not in text
 
@@ -157,17 +162,20 @@ def test_auto_is_one_of_these(mask, nodes, degree):
   same = gpu_program.make_key(nodes, GPUS, degree, transport, mask, LOCAL)
   # Only "auto" takes permutations among all ranks.
   expected = transport if same.spec == key.spec else "auto"
-  assert any((nodes, expected) == (n, t) and mask in masks.split(",") for n, _, t, masks in CASES)
+  compiled = {(n, *program.split()[1:]) for n, programs in CASES for program in programs}
+  assert (nodes, expected, mask) in compiled
 
 
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.parametrize(("action", "mask"), [("bfloat16", "full"), ("keep", "window")])
 @pytest.mark.parametrize(
-  ("nodes", "transports"), [(2, "two_level"), (1, "all_to_all,all_gather,ragged")], ids=_id
+  ("nodes", "transports"),
+  [(2, ["two_level"]), (1, ["all_to_all", "all_gather", "ragged"])],
+  ids=_id,
 )
-def test_gradients_of_16_bits_and_keys_that_stay(nodes, transports, action, mask):
-  for key, text, _ in _programs(nodes, "2", transports, mask, action):
+def test_gradients_of_16_bits_and_keys_that_stay(nodes, transports):
+  programs = [(x, *y) for x in transports for y in (("full", "bfloat16"), ("window", "keep"))]
+  for key, text, action in _programs(nodes, "2", *map(",".join, zip(*programs, strict=True))):
     _check(key, text, action)
 
 
