@@ -96,7 +96,8 @@ struct BackwardBlock {
                                                   float (&c)[kPieces][kChunk / 2]) const {
     keys.address += group * keys.Bytes(kGroupKeys);
     queries.address += chunk * queries.Bytes(kChunk);
-    MultiplyDimsOfKeys<Element>(lane, keys, queries, values, c);
+    // With `lane` instead, the kernels of 128 dims spill a register on sm_120.
+    MultiplyDimsOfKeys<Element>(ThreadAnew() % 32, keys, queries, values, c);
   }
 
   // Calls load(i, a) for 16 queries of a chunk at a time, from query `i` on, and computes
