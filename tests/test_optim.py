@@ -407,7 +407,7 @@ def test_broken_head_is_an_error_outside_jit(value):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_broken_head_is_logged_under_jit_and_keeps_its_weights(value, caplog):
   params = make_kernels(4, 2)
-  clip = jax.jit(lambda p, m: apply_qk_clip(p, m, make_projections()))
+  clip = jax.jit(lambda p, m: apply_qk_clip(p, m, make_projections(), report=True))
   clip(params, _broken(0.0))
   jax.effects_barrier()
   assert not caplog.records
@@ -430,3 +430,19 @@ def test_without_report_the_program_never_calls_the_host():
   with pytest.raises(NotImplementedError, match="callback"):
     export(True)()
   assert export(False)()
+
+
+@pytest.mark.parametrize("directory", ["somewhere", None])
+def test_default_reports_unless_programs_are_kept(directory):
+  """JAX's persistent compilation cache does not keep programs that call the host."""
+  params, max_logits = make_kernels(4, 2), _broken(0.0)
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", directory)
+  try:
+    clip = jax.jit(lambda p, m: apply_qk_clip(p, m, make_projections()))
+    calls_host = "callback" in clip.lower(params, max_logits).as_text()
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+  assert calls_host == (directory is None)
+  with pytest.raises(FloatingPointError, match=r"at head 1$"):  # Known values are always reported.
+    apply_qk_clip(params, _broken(np.nan), make_projections())

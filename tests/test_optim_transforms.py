@@ -125,7 +125,7 @@ def test_missing_arguments_are_named():
 def _accumulating(inner, num_steps):
   return optax.chain(
     optax.MultiSteps(inner, num_steps).gradient_transformation(),
-    qk_clip(PROJECTIONS, accumulate=True),
+    qk_clip(PROJECTIONS, accumulate=True, report=True),
   )
 
 
@@ -230,7 +230,7 @@ def test_state_is_saved_and_restored_in_the_middle_of_accumulation():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_broken_heads_are_counted_and_logged(value, caplog):
-  optimizer = optax.chain(optax.sgd(0.1), qk_clip(PROJECTIONS))
+  optimizer = optax.chain(optax.sgd(0.1), qk_clip(PROJECTIONS, report=True))
   zeros = jax.tree.map(np.zeros_like, make_params())
   statistics = [broken_statistics(value), make_statistics(1)[0], broken_statistics(value)]
   seen, state = _run(optimizer, make_params(), [zeros] * 3, statistics)

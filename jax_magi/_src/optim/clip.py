@@ -55,7 +55,7 @@ def apply_qk_clip(
   threshold: Any = 100.0,
   *,
   alpha: float = 0.5,
-  report: bool = True,
+  report: bool | None = None,
 ) -> Any:
   """Scales query and key projections so that no head's largest logit is above the threshold.
 
@@ -73,9 +73,10 @@ def apply_qk_clip(
       Megatron calls it `qk_clip_alpha`.
     report: whether to report heads whose maximum is NaN or +inf: by a `FloatingPointError`, or
       under `jax.jit` by an error in the log "jax_magi". These heads, and heads that share a key
-      with them, keep their weights. Programs that call the host are not kept in JAX's persistent
-      compilation cache, so each run compiles the step. With False, nothing calls the host; use
-      `raise_if_broken(max_logits)` on the results of the step instead.
+      with them, keep their weights. The log takes a call of the host, and JAX does not keep
+      programs with such calls in its persistent compilation cache: each run compiles the step
+      again. So None, the default, writes the log only if this cache is off. Without the log, use
+      `raise_if_broken(max_logits)` on the results of the step.
 
   Returns:
     The parameters, with clipped projections.
@@ -83,8 +84,7 @@ def apply_qk_clip(
   check_threshold(threshold)
   attention = find_attention(params, projections, check_alpha(alpha))
   statistics = match_statistics(attention, max_logits)
-  if report:
-    report_broken(statistics)
+  report_broken(statistics, report)
   factors = make_factors(params, attention, statistics, threshold)
   return map_at(scale, factors, params)
 

@@ -44,7 +44,7 @@ def qk_clip(
   *,
   alpha: float = 0.5,
   accumulate: bool = False,
-  report: bool = True,
+  report: bool | None = None,
 ) -> Any:
   """QK-Clip as the last transform of an Optax chain.
 
@@ -74,8 +74,8 @@ def qk_clip(
     accumulate: whether to clip only if the update is not all zeros, by the maximum over all steps
       since the last such update. Steps with updates of zeros only add their maximum.
     report: whether to log heads whose maximum is NaN or +inf. JAX neither exports programs that
-      call the host nor keeps them in its persistent compilation cache. With False, nothing calls
-      the host; use `raise_if_broken(state)` instead.
+      call the host nor keeps them in its persistent compilation cache. So None, the default, logs
+      only if this cache is off. Without the log, use `raise_if_broken(state)`.
 
   Returns:
     `optax.GradientTransformationExtraArgs`; `update` needs `params` and `max_logits`.
@@ -100,8 +100,7 @@ def qk_clip(
     attention = find_attention(params, projections, alpha)
     given = clip.match_statistics(attention, max_logits)
     so_far = clip.match_statistics(attention, state.max_logits)
-    if report:
-      report_broken(given)
+    report_broken(given, report)
     num_broken = jax.tree.map(_count_broken, state.num_broken, _ungroup(given))
     highest = {name: jnp.maximum(so_far[name], x.astype(np.float32)) for name, x in given.items()}
     factors = clip.make_factors(params, attention, highest, threshold)
@@ -127,7 +126,7 @@ def muon_clip(
   weight_decay: Any = 0.1,
   consistent_rms: Any = 0.2,
   every_k_schedule: int | Callable[[Any], Any] = 1,
-  report: bool = True,
+  report: bool | None = None,
   **muon_options: Any,
 ) -> Any:
   """Muon with QK-Clip: `optax.contrib.muon`, followed by `qk_clip`.

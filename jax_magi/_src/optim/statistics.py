@@ -60,11 +60,18 @@ def is_broken(max_logits: Any) -> Any:
   return ~(max_logits < np.inf)
 
 
-def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
-  """Raises for maxima that are NaN or +inf, by group of layers. If they are traced, logs them."""
+def report_broken(statistics: Mapping[str | None, jax.Array], report: bool | None) -> None:
+  """Raises for maxima that are NaN or +inf, by group of layers. If they are traced, logs them.
+
+  `report` is the argument of `apply_qk_clip` and `qk_clip`.
+  """
+  if report is False:
+    return
   broken = {name: is_broken(x) for name, x in statistics.items()}
   if not any(isinstance(x, jax.core.Tracer) for x in broken.values()):
     raise_if_any(broken)
+    return
+  if report is None and _are_programs_kept():
     return
 
   def tell(broken: dict[str | None, jax.Array]) -> None:
@@ -73,6 +80,11 @@ def report_broken(statistics: Mapping[str | None, jax.Array]) -> None:
   # In a branch, so that the host is called only if there is something to report.
   is_any = functools.reduce(jnp.logical_or, [x.any() for x in broken.values()])
   lax.cond(is_any, lambda: tell(broken), lambda: None)
+
+
+def _are_programs_kept() -> bool:
+  """Whether JAX's persistent compilation cache is on. It refuses programs that call the host."""
+  return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
 
 
 def raise_if_any(broken: Mapping[str | None, Any]) -> None:
