@@ -252,6 +252,8 @@ struct RoleLoop {
         NamedSync(kFirstRole, kRoleThreads);  // Q is complete.
         // The second role is also done with dS of the block before.
         block.WriteProbabilities(Info(n), [] { NamedSync(kDoIsReady, kThreads); });
+        // Each thread has waited for its copies before it arrives, so Q is complete for the second
+        // role, too: an arrival at a barrier is ordered before the end of a wait at the same one.
         NamedArrive(kPIsReady, kThreads);
         NamedSync(kFirstRole, kRoleThreads);
         block.AddGradients(Block::kP, block.Do());
