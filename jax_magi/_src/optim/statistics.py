@@ -84,7 +84,8 @@ def report_broken(statistics: Mapping[str | None, jax.Array], report: bool | Non
 
 def _are_programs_kept() -> bool:
   """Whether JAX's persistent compilation cache is on. It refuses programs that call the host."""
-  return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
+  config: Any = jax.config  # Its type lacks the options.
+  return bool(config.jax_enable_compilation_cache and config.jax_compilation_cache_dir)
 
 
 def raise_if_any(broken: Mapping[str | None, Any]) -> None:
