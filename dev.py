@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -80,13 +81,8 @@ def set_up(group: str) -> None:
     # Not compiled to bytecode: most of it is never imported, and the rest is when it is.
     install = ("install", "--quiet", "--no-compile")
     run(PYTHON, "-m", "pip", *install, *packages)
-    command = [str(PYTHON), "build_backend.py"]
-    more = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    if more.split():
-      # Headers only: what the wheel itself asks for is for its Python tools.
-      run(PYTHON, "-m", "pip", *install, "--no-deps", *more.split())
-      if group == "dev":
-        install_plugin(*install)
+    if group == "dev" and builds_cuda():
+      install_plugin(*install)
     if group == "demo":  # Something to look at while kernels are compiled.
       run(PYTHON, "examples/quick_start.py", "--only-picture", PYTHONPATH=str(ROOT))
   # Not isolated: the build folder is kept, and only what changed is compiled.
@@ -97,6 +93,12 @@ def set_up(group: str) -> None:
   install = ("install", verbosity, "--no-build-isolation", "--no-deps", settings, "--editable", ".")
   run(PYTHON, "-m", "pip", *install, PATH=path)
   stamps[group].write_text(digest)
+
+
+def builds_cuda() -> bool:
+  """Whether the CUDA kernels will be built."""
+  is_wanted = os.environ.get("JAX_MAGI_CUDA", "AUTO").upper() != "OFF"
+  return is_wanted and any(map(shutil.which, ("nvcc", "/usr/local/cuda/bin/nvcc")))
 
 
 def install_plugin(*install: str) -> None:
@@ -140,14 +142,12 @@ def lint() -> None:
   )
 
 
-def build_here(cutlass: Path | None, variants: str | None) -> None:
+def build_here(variants: str | None) -> None:
   """Builds the package with the installed Python and tools, without a network."""
   folder = HERE.with_name("here_cmake")
   # An option that is no longer given would stay in the cache. What is compiled is kept.
   (folder / "CMakeCache.txt").unlink(missing_ok=True)
   settings = [f"build-dir={folder}"]
-  if cutlass:
-    settings.append(f"cmake.define.JAX_MAGI_CUTLASS_INCLUDE_DIR={cutlass.resolve()}")
   if variants:
     settings.append(f"cmake.define.JAX_MAGI_CUDA_VARIANTS={variants}")
   install = ("install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--upgrade")
@@ -167,17 +167,16 @@ def gpu(*arguments: str) -> None:
     epilog="Other arguments go to scripts/gpu_tests.py, and its --help explains them.",
   )
   parser.add_argument("--here", action="store_true", help="use this Python, and no network")
-  parser.add_argument("--cutlass", type=Path, help="with --here: the folder of CUTLASS headers")
   parser.add_argument("--variants", help='with --here: kernels, such as "128,128,bfloat16_t"')
   options, others = parser.parse_known_args(arguments)
   if options.here:
-    build_here(options.cutlass, options.variants)
+    build_here(options.variants)
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, paths))
     run(sys.executable, "scripts/gpu_tests.py", *others, PYTHONPATH=path)
     return
-  if options.cutlass or options.variants:
-    parser.error("--cutlass and --variants need --here")
+  if options.variants:
+    parser.error("--variants needs --here")
   set_up("dev")
   if not any(VENV.glob("lib/python*/site-packages/jax_plugins/xla_cuda*")):
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())

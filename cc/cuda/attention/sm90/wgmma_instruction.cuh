@@ -1,7 +1,6 @@
 // The wgmma instruction: the product of 64 rows and kN columns, with a contraction of 16 elements.
 //
-// CUTLASS provides it for all types and shapes, in 110,000 lines, whose compilation took a quarter
-// of the time that a kernel needs.
+// CUTLASS has it for all types and shapes, in 110,000 lines that each kernel would have to compile.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_INSTRUCTION_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_SM90_WGMMA_INSTRUCTION_CUH_
@@ -9,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cutlass/half.h"
+#include "cc/cuda/attention/element.h"
 
 namespace jax_magi::cuda::sm90 {
 
@@ -84,7 +83,7 @@ struct WgmmaInstruction;
     template <typename Element, int kSign, Contiguous kRows, Contiguous kColumns>            \
     static __device__ __forceinline__ void Shared(uint64_t rows, uint64_t columns,           \
                                                   float (&d)[n / 2], bool accumulate) {      \
-      if constexpr (std::is_same_v<Element, cutlass::half_t>) {                              \
+      if constexpr (std::is_same_v<Element, half_t>) {                                       \
         JAX_MAGI_WGMMA_SHARED(n, "f16", i0, i1, i2, i3, i4, i5, i6);                         \
       } else {                                                                               \
         JAX_MAGI_WGMMA_SHARED(n, "bf16", i0, i1, i2, i3, i4, i5, i6);                        \
@@ -94,7 +93,7 @@ struct WgmmaInstruction;
     template <typename Element, int kSign, Contiguous kColumns>                              \
     static __device__ __forceinline__ void Registers(const uint32_t* rows, uint64_t columns, \
                                                      float (&d)[n / 2], bool accumulate) {   \
-      if constexpr (std::is_same_v<Element, cutlass::half_t>) {                              \
+      if constexpr (std::is_same_v<Element, half_t>) {                                       \
         JAX_MAGI_WGMMA_REGISTERS(n, "f16", i0, i1, i2, i3, i4, i5, i6, i7, i8);              \
       } else {                                                                               \
         JAX_MAGI_WGMMA_REGISTERS(n, "bf16", i0, i1, i2, i3, i4, i5, i6, i7, i8);             \
