@@ -30,8 +30,7 @@ function(jax_magi_keep_known_architectures nvcc architectures)
 endfunction()
 
 # Sets what `target` is compiled for. Architectures that match `alike` share one pass of the
-# compiler's front end, which takes most of the time: their machine code is the same as with a pass
-# for each.
+# compiler up to PTX. Their machine code is the same as with a pass for each, and takes less time.
 function(jax_magi_set_architectures target alike)
   set(others ${ARGN})
   list(FILTER others EXCLUDE REGEX "^(${alike})(-|$)")
