@@ -152,7 +152,7 @@ def _check_that_descriptors_are_the_same_in_a_warp(kernels):
 
 def _check_that_softmax_runs_under_a_product(kernels):
   # ptxas may move it behind the wait for the product: 4% of the speed.
-  tuned = r"ForwardConfigILi(64|128)ELi(64|128)E(6__half|13__nv_bfloat16)Lb0E"
+  tuned = r"ForwardConfigILi(64|128)ELi(64|128)EN\w+as_cutlass\w+_tELb0E"
   found = {name: code for name, code in kernels.items() if re.search(tuned, name)}
   assert found
   for name, code in found.items():
@@ -174,9 +174,9 @@ def _check_that_tiles_do_not_wait_for_the_maximum(kernels):
   "part_of_name",
   [
     # Disassembling takes most of the time: the kernels of the most common calls are an eighth.
-    "ConfigILi128ELi128E13__nv_bfloat16",
-    pytest.param("__nv_bfloat16", marks=pytest.mark.long),
-    pytest.param("6__half", marks=pytest.mark.long),
+    "ConfigILi128ELi128ENS0_10as_cutlass10bfloat16_tE",
+    pytest.param("as_cutlass10bfloat16_t", marks=pytest.mark.long),
+    pytest.param("as_cutlass6half_t", marks=pytest.mark.long),
   ],
   ids=["128 dims in bfloat16", "bfloat16", "float16"],
 )

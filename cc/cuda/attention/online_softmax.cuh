@@ -6,6 +6,9 @@
 #ifndef JAX_MAGI_CUDA_ATTENTION_ONLINE_SOFTMAX_CUH_
 #define JAX_MAGI_CUDA_ATTENTION_ONLINE_SOFTMAX_CUH_
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "cc/cuda/arithmetic.cuh"
 #include "cc/cuda/attention/element.h"
 #include "cc/mask.h"
@@ -59,6 +62,16 @@ __device__ __forceinline__ float2 UnpackPair<bfloat16_t>(uint32_t pair) {
 template <>
 __device__ __forceinline__ float2 UnpackPair<half_t>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+template <typename Element>
+__device__ __forceinline__ float ToFloat(Element x) {
+  return UnpackPair<Element>(x.bits).x;
+}
+
+template <>
+__device__ __forceinline__ float ToFloat<float>(float x) {
+  return x;
 }
 
 // Sets masked scores to -inf. `rows` are the thread's rows, and `key` is the tile's first key plus

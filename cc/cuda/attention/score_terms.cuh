@@ -35,7 +35,7 @@ struct ScoreTerms {
   template <typename Element>
   __device__ __forceinline__ float Load(int64_t offset) const {
     return is_float ? static_cast<const float*>(bias)[offset]
-                    : static_cast<float>(static_cast<const Element*>(bias)[offset]);
+                    : ToFloat(static_cast<const Element*>(bias)[offset]);
   }
 };
 

@@ -190,7 +190,7 @@ struct BackwardBlockTerms {
     ForEach([&](int m, int e, int r, int column) {
       const int key = 16 * m + 8 * r;
       if (key < num_keys && column < num_queries) {
-        scores[m][e] += static_cast<float>(first[column * stride + key]);
+        scores[m][e] += ToFloat(first[column * stride + key]);
       }
     });
   }
