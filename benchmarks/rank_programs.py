@@ -82,8 +82,8 @@ def _without_collectives(gathered: Arrivals) -> Iterator[list[Any]]:
   sent: list[Any] = []
 
   def stand_in(is_back: bool) -> Callable:
-    def move(self: Transfer, hop: int, rows: Any, *, is_exposed: bool = False) -> Any:
-      del is_exposed
+    def move(self: Transfer, hop: int, rows: Any, **options: Any) -> Any:
+      del options
       if not rows.shape[0] or self.hops[hop].kind != "all_gather":
         return lax.optimization_barrier(rows)
       sent.append(rows)

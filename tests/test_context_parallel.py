@@ -262,6 +262,28 @@ def test_collectives():
   assert "all_to_all" not in text
 
 
+def test_ranks_of_a_node_that_need_everything_gather_it():
+  """Then nothing is packed. Gradients that return as blocks can be summed in a fixed order."""
+  mesh, mask = make_mesh(cp=4), MASKS["full"]
+  options = {"cp_size": 4, "overlap_degree": 2, "transport": "two_level", "ranks_per_node": 2}
+  key = magi_attn_flex_key(mask, **options)
+  (near,), (node, local) = key.capacities.hops
+  assert (near.level, near.kind, near.rows) == ("local", "all_gather", (key.spec.k_local,))
+  assert (node.kind, local.kind) == ("all_gather", "all_to_all")
+  counts = {
+    deterministic: [
+      text.count(f"stablehlo.{kind}") for kind in ("all_gather", "reduce_scatter", "all_to_all")
+    ]
+    for deterministic in (False, True)
+    for text in (_text(key, mesh, LENGTH, deterministic=deterministic),)
+  }
+  # Each of the three hops brings keys twice, and gradients once.
+  assert counts == {False: [4, 2, 3], True: [4, 1, 4]}
+  inputs = make_inputs(np.random.default_rng(6), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
+  for deterministic in (False, True):
+    check_results(run(inputs, key, mesh, deterministic=deterministic), inputs, mask)
+
+
 # --- errors, when the step is traced ---
 
 

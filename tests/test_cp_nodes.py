@@ -1,14 +1,17 @@
 """Nodes according to the caller, and according to the devices of a mesh."""
 
+import dataclasses
 import types
 
 import numpy as np
 import pytest
 
 import jax_magi
+from jax_magi import AttentionMask
 from jax_magi._src.context_parallel import whole_arrays
 from jax_magi._src.context_parallel.nodes import check_ranks_per_node
 from tests.cp_runs import make_mesh
+from tests.plan_checks import execute
 
 
 def _fake_mesh(slices, processes=None, platform="gpu"):
@@ -70,3 +73,26 @@ def test_attention_on_a_mesh_checks_its_nodes(monkeypatch):
   with pytest.raises(KeyboardInterrupt):
     jax_magi.context_parallel_attention(q, q, q, key, mesh=mesh)
   assert seen == [(mesh, "cp", 2)]
+
+
+def test_a_gather_inside_nodes_stays():
+  """A mask that needs few rows is planned with the collectives of one that needs all."""
+  options = {"cp_size": 8, "ranks_per_node": 4, "overlap_degree": 2, "transport": "two_level"}
+  masks = [AttentionMask.causal(512), AttentionMask.from_cu_seqlens(range(0, 513, 64))]
+  kinds = {"all_gather": masks[0], "all_to_all": masks[1]}
+  keys = {kind: jax_magi.magi_attn_flex_key(mask, **options) for kind, mask in kinds.items()}
+  for kind, key in keys.items():
+    assert [hop.kind for hop in key.capacities.hops[0]] == [kind]
+  room = keys["all_gather"].capacities | keys["all_to_all"].capacities
+  assert room.hops[0] == keys["all_gather"].capacities.hops[0]
+
+  def check(mask, capacities):
+    key = jax_magi.magi_attn_flex_key(mask, capacities=capacities, **options)
+    np.testing.assert_array_equal(execute(key).counts, mask.to_dense())
+
+  for mask in masks:
+    check(mask, room)
+  # Also the other way round: blocks with room for all rows serve, too.
+  (hop,) = keys["all_to_all"].capacities.hops[0]
+  hops = (dataclasses.replace(hop, rows=(64,)),), room.hops[1]
+  check(masks[0], dataclasses.replace(room, hops=hops))

@@ -78,6 +78,12 @@ def test_two_levels_are_right(monkeypatch, per_node, degrees):
 
 
 @pytest.mark.usefixtures("one_degree")
+def test_many_blocks_are_added_in_groups(monkeypatch):
+  monkeypatch.setattr(transfers, "_FUSED_BLOCKS", 3)  # Of eight.
+  assert _check(transports=["all_to_all"]).ok
+
+
+@pytest.mark.usefixtures("one_degree")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_other_axes_exchange_side_by_side(axis_type):
   mesh = make_mesh(axis_type, dp=2, cp=2)
@@ -150,8 +156,8 @@ def test_swapped_blocks_are_noticed(monkeypatch, level):
   move, move_back = transfers.move, transfers.move_back
 
   def swapped(move):
-    def fun(hop, ranks, axis_name, sent, sizes):
-      moved = move(hop, ranks, axis_name, sent, sizes)
+    def fun(hop, ranks, axis_name, sent, *rest):
+      moved = move(hop, ranks, axis_name, sent, *rest)
       is_of_blocks = hop.level == level and hop.kind == "all_to_all"
       return jnp.roll(moved, hop.rows[0], axis=0) if is_of_blocks else moved
 
@@ -163,19 +169,25 @@ def test_swapped_blocks_are_noticed(monkeypatch, level):
   assert _wrong(report) == {("two_level", x) for x in compare.DIRECTIONS}
 
 
+def _index_within(index, length):
+  """The index, or one out of bounds: a negative index would count from the end."""
+  return jnp.where((index >= 0) & (index < length), index, length)
+
+
 @pytest.mark.usefixtures("one_degree")
 def test_unsummed_gradients_are_noticed(monkeypatch):
-  def last_one(self, hop, total, index, back, deterministic):
-    return total.at[index].set(back, mode="drop")
+  def last_one(self, hop, total, index, length, back):
+    total = jnp.zeros((length, *back.shape[1:]), back.dtype) if total is None else total
+    return total.at[_index_within(index, length)].set(back, mode="drop")
 
-  def own_one(hop, ranks, axis_name, sent, sizes):
+  def own_one(hop, ranks, axis_name, sent, sizes, deterministic):
     if hop.kind != "all_gather":
       return move_back(hop, ranks, axis_name, sent, sizes)
     begin = lax.axis_index(axis_name) * hop.rows[0]
     return lax.dynamic_slice_in_dim(sent, begin, hop.rows[0])
 
   move_back = transfers.move_back
-  monkeypatch.setattr(transfers.Transfer, "_summed", last_one)
+  monkeypatch.setattr(transfers.Transfer, "_sum", last_one)
   monkeypatch.setattr(transfers, "move_back", own_one)
   report = _check(transports=["all_gather", "all_to_all"])
   reduces = ("reduce", "reduce in bfloat16")
@@ -187,14 +199,16 @@ def test_a_rounding_too_many_is_noticed(monkeypatch):
   def rounded(self, parts, dtype):
     return parts[-1].astype(jnp.bfloat16)
 
-  def sum_rounded(self, hop, total, index, back, deterministic):
-    total, back = total.astype(jnp.bfloat16), back.astype(jnp.bfloat16)
-    return total.at[index].add(back, mode="drop").astype(jnp.float32)
+  def sum_rounded(self, hop, total, index, length, back):
+    shape = length, *back.shape[1:]
+    total = jnp.zeros(shape, jnp.bfloat16) if total is None else total.astype(jnp.bfloat16)
+    index = _index_within(index, length)
+    return total.at[index].add(back.astype(jnp.bfloat16), mode="drop").astype(jnp.float32)
 
   with monkeypatch.context() as patch:
     patch.setattr(transfers.Transfer, "packed_back", rounded)
     assert _wrong(_check(transports=["all_to_all"])) == {("all_to_all", "reduce")}
-  monkeypatch.setattr(transfers.Transfer, "_summed", sum_rounded)
+  monkeypatch.setattr(transfers.Transfer, "_sum", sum_rounded)
   assert ("all_to_all", "reduce in bfloat16") in _wrong(_check(transports=["all_to_all"]))
 
 

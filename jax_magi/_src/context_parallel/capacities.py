@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jax_magi._src.arguments import check_length
-from jax_magi._src.context_parallel.hops import NODE, Hop, Ranks
+from jax_magi._src.context_parallel.hop_choice import padded_rows
+from jax_magi._src.context_parallel.hops import Hop, Ranks
 from jax_magi._src.context_parallel.schedule import Order
 from jax_magi._src.context_parallel.transport import is_near_first, levels_of
 
@@ -208,12 +209,8 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
   def hop(hop: Hop) -> Hop:
     if hop.kind == "all_gather":
       return hop
-    # Between nodes, a quarter of unused rows would be expensive. Inside a node, reusing programs is
-    # worth more than that.
-    half = k_local // 2
-    parts = [8 if hop.level == NODE else 4 if size > half else 1 for size in hop.rows]
-    rows = tuple(map(_round_up_to_part, hop.rows, parts))
-    return dataclasses.replace(hop, rows=tuple(min(max(size, 1), limit) for size in rows))
+    rows = tuple(min(padded_rows(hop.level, size, k_local), limit) for size in hop.rows)
+    return dataclasses.replace(hop, rows=rows)
 
   return dataclasses.replace(
     needed,
@@ -247,9 +244,3 @@ def check_room(needed: Capacities, have: Capacities) -> None:
 def round_up(count: int) -> int:
   """Rounds up to a power of two."""
   return 1 << max(count - 1, 0).bit_length()
-
-
-def _round_up_to_part(count: int, parts: int) -> int:
-  """Rounds up to a multiple of 1/`parts` of a power of two, because unused rows are moved, too."""
-  step = max(round_up(count) // parts, 1)
-  return -(-count // step) * step

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,6 +22,9 @@ from jax_magi._src.context_parallel.key import DistAttnKey
 from jax_magi._src.context_parallel.routes import NOWHERE
 from jax_magi._src.native.overlap import exchange_scope
 from jax_magi._src.transforms.varying import vary_like
+
+# The blocks of returned gradients that one kernel adds. More would make programs long.
+_FUSED_BLOCKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Transfer:
     """Turns gradients of the result of `cast` into gradients of its operand, summed over ranks."""
     parts = self.parted(dx)
     for hop in reversed(range(len(self.hops))):
-      back = self.move_back(hop, self.packed_back(parts, dtype))
-      parts = self.added(hop, parts, back, deterministic)
+      back = self.move_back(hop, self.packed_back(parts, dtype), deterministic)
+      parts = self.added(hop, parts, back)
     return parts[0]
 
   # --- the steps of a cast ---
@@ -112,17 +114,11 @@ class Transfer:
     lengths += [int(block_begins(hop, self.spec.ranks)[-1]) for hop in self.hops]
     parts: list[Any] = []
     taken, begin = self._take_index, 0
-    rows = jnp.arange(len(taken), dtype=np.int32)
     for number, length in enumerate(lengths):
       if number == 0 and not length:
         parts.append(None)
         continue
-      # Scatter the indices and gather the rows: no zeros are written first, and XLA fuses the
-      # concatenation of the arrays that dx consists of.
-      index = _within(taken - begin, length)
-      nowhere = vary_like(jnp.full(length, NOWHERE, np.int32), index)
-      source = nowhere.at[index].set(rows, mode="drop", unique_indices=True)
-      parts.append(_rows_of([dx], source))
+      parts.append(_rows_of([dx], _places_of(taken - begin, length)))
       begin += length
     return tuple(parts)
 
@@ -130,15 +126,19 @@ class Transfer:
     """The gradients that a rank sends back in a hop, in the dtype of the wire."""
     return parts[-1].astype(dtype)
 
-  def move_back(self, hop: int, sent: Any, *, is_exposed: bool = False) -> Any:
+  def move_back(
+    self, hop: int, sent: Any, deterministic: bool = False, *, is_exposed: bool = False
+  ) -> Any:
     """The communication of a hop in the opposite direction."""
+    ranks, sizes = self.spec.ranks, self.pairs[hop]
     with self._scope(hop, is_exposed):
-      return move_back(self.hops[hop], self.spec.ranks, self.axis_name, sent, self.pairs[hop])
+      return move_back(self.hops[hop], ranks, self.axis_name, sent, sizes, deterministic)
 
-  def added(
-    self, hop: int, parts: Sequence[Any], back: Any, deterministic: bool
-  ) -> tuple[Any, ...]:
-    """The parts that a hop took rows from, with the returned gradients added in float32."""
+  def added(self, hop: int, parts: Sequence[Any], back: Any) -> tuple[Any, ...]:
+    """The parts that a hop took rows from, with the returned gradients added in float32.
+
+    They are added in the order of their blocks.
+    """
     *parts, last = parts
     back = back.astype(last.dtype)
     if (sent := self._gathered_rows(hop)) is not None:
@@ -156,29 +156,33 @@ class Transfer:
       if number == 0 and not self._takes_own_rows(hop):
         totals.append(part)
         continue
-      total = zeros_like_rows(length, back) if part is None else part
-      here = _within(index - begin, length)
-      totals.append(self._summed(hop, total, here, back, deterministic))
+      totals.append(self._sum(hop, part, index - begin, length, back))
       begin += length
     return tuple(totals)
 
-  def _summed(
-    self, hop: int, total: jax.Array, index: jax.Array, back: jax.Array, deterministic: bool
-  ) -> jax.Array:
-    """Adds each returned gradient to the row that it belongs to."""
-    if not deterministic:
-      return total.at[index].add(back, mode="drop")
-    # Add one block after the other. A block contains each row at most once.
+  def _sum(self, hop: int, total: Any, index: Any, length: int, back: Any) -> Any:
+    """`total`, None for zeros, with each row of `back` added to the row that `index` says."""
+    # A block contains each row at most once. Each row gathers what it gets from each block: nothing
+    # is written twice, and the order is fixed. A scatter would write zeros, and add to them.
     begins = block_begins(self.hops[hop], self.spec.ranks)
-    place = np.arange(len(index), dtype=np.int32)
-    blocks = jnp.asarray(begins)
+    count = len(begins) - 1
+    block = np.repeat(np.arange(count, dtype=np.int32), np.diff(begins))
+    is_here = (index >= 0) & (index < length)
+    places = _places_of(jnp.where(is_here, index + block * np.int32(length), -1), count * length)
+    places = places.reshape(count, length)
 
-    def add(block: jax.Array, total: jax.Array) -> jax.Array:
-      is_of_block = (blocks[block] <= place) & (place < blocks[block + 1])
-      mine = jnp.where(is_of_block & (index < NOWHERE), index, NOWHERE + place)
-      return total.at[mine].add(back, mode="drop", unique_indices=True)
+    def add(total: Any, places: Any) -> Any:
+      for source in places:
+        rows = _rows_of([back], source)
+        total = rows if total is None else total + rows
+      return total
 
-    return lax.fori_loop(0, len(begins) - 1, add, total)
+    if count <= _FUSED_BLOCKS:
+      return add(total, places)
+    places = jnp.pad(places, ((0, -count % _FUSED_BLOCKS), (0, 0)), constant_values=NOWHERE)
+    groups = places.reshape(-1, _FUSED_BLOCKS, length)
+    total = zeros_like_rows(length, back) if total is None else total
+    return lax.scan(lambda total, places: (add(total, places), None), total, groups)[0]
 
   def _scope(self, hop: int, is_exposed: bool) -> Any:
     is_single = is_exposed or not self.spec.overlap_degree
@@ -274,10 +278,14 @@ def _at(x: Any, index: Any) -> Any:
   return jnp.take(x, index, mode="clip")
 
 
-def _within(index: Any, length: int) -> Any:
-  """The index, or a unique index out of bounds for rows that are not in an array of that length."""
+def _places_of(index: Any, length: int) -> Any:
+  """int32 `[length]`: where in `index` each number is, or `NOWHERE`. It is there at most once."""
   places = np.arange(len(index), dtype=np.int32)
-  return jnp.where((index >= 0) & (index < length), index, NOWHERE + places)
+  # Scattering indices to gather rows is faster than to scatter rows: no zeros are written first,
+  # and XLA fuses a concatenation of the rows.
+  index = jnp.where((index >= 0) & (index < length), index, NOWHERE + places)
+  nowhere = vary_like(jnp.full(length, NOWHERE, np.int32), index)
+  return nowhere.at[index].set(places, mode="drop", unique_indices=True)
 
 
 def _rows_of(parts: Sequence[Any], index: Any) -> Any:

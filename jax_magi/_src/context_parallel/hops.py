@@ -138,16 +138,20 @@ def move(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
   return _exchanged(hop, ranks, axis_name, sent, sizes, is_back=False)
 
 
-def move_back(hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any) -> Any:
+def move_back(
+  hop: Hop, ranks: Ranks, axis_name: str, sent: Any, sizes: Any, deterministic: bool = False
+) -> Any:
   """Sends gradients back: takes rows in the layout of arrival, returns the layout of sending.
 
-  An all-gather returns summed gradients. Other kinds return blocks, which the receiver adds up.
+  An all-gather may return summed gradients. Other kinds return blocks, which the receiver adds up.
   """
   if not sent.shape[0]:
     return sent
   if hop.kind == "all_gather":
     groups = ranks.groups(hop.level)
-    if sent.dtype == np.float32:
+    # Inside a node, blocks have no more bytes than a sum whose order the library decides.
+    is_summed = not (deterministic and hop.level == LOCAL)
+    if sent.dtype == np.float32 and is_summed:
       return lax.psum_scatter(sent, axis_name, axis_index_groups=groups, tiled=True)
     # Sums are float32. A collective that reduces would sum in the dtype of the rows.
     blocks = sent.reshape(-1, hop.rows[0], *sent.shape[1:])

@@ -286,7 +286,12 @@ def _staged_backward(
       transfer = transfers[stage - 1]
       if back[stage - 1] is None:
         back[stage - 1] = transfer.parted(form.joined_gradients(gradients.pop(stage)))
-      moves.append(functools.partial(transfer.move_back, hop, is_exposed=step.stage < 0))
+      is_exposed, deterministic = step.stage < 0, config.backward.deterministic
+      moves.append(
+        functools.partial(
+          transfer.move_back, hop, deterministic=deterministic, is_exposed=is_exposed
+        )
+      )
       sent.append(transfer.packed_back(back[stage - 1], config.remote_grad_dtype))
     done = (gradients, own, dconstants, parts, back)
     (gradients, own, dconstants, parts, back), results, arrived = side_by_side(
@@ -304,7 +309,7 @@ def _staged_backward(
     for (stage, hop), rows in zip(step.reduces, arrived[len(step.casts) :], strict=True):
       # Gradients of own rows are added to those of earlier transfers, in one array.
       transfer, received = transfers[stage - 1], (own, *back[stage - 1][1:])
-      own, *others = transfer.added(hop, received, rows, config.backward.deterministic)
+      own, *others = transfer.added(hop, received, rows)
       back[stage - 1] = (None, *others) if hop else None
     if call is None:
       dq = results

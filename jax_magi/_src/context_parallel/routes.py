@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from jax_magi._src.context_parallel.hop_choice import cheapest_hop, hop_like
+from jax_magi._src.context_parallel.hop_choice import cheapest_hop, hop_like, padded_rows
 from jax_magi._src.context_parallel.hops import NODE, Hop, num_blocks
 from jax_magi._src.context_parallel.intervals import STRIDE, joined
 from jax_magi._src.context_parallel.legs import Leg, Rows, legs_of
@@ -84,6 +84,11 @@ def _hops(number: int, sizes: list[np.ndarray], transport: Transport) -> tuple[H
       begin = min((number - transport.num_near) * transport.part_length, transport.k_local)
       length = min(transport.part_length, transport.k_local - begin)
       return Hop(level, "all_gather", (length,), begin=begin)
+    if number < transport.num_near:
+      most = int(size.max(initial=0))
+      # A node's ranks may need nearly all rows of each other. Then there is nothing to pack.
+      if padded_rows(level, most, transport.k_local) >= transport.k_local:
+        return Hop(level, "all_gather", (transport.k_local,))
     if transport.name == "ragged":
       return Hop(level, "ragged", (int(size.max(initial=0)),))
     return cheapest_hop(level, size, ranks, permutes=transport.permutes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_magi._src.context_parallel.hop_choice import NEARLY_ALL, cheapest_rows
-from jax_magi._src.context_parallel.hops import Hop, Ranks
+from jax_magi._src.context_parallel.hops import LOCAL, Hop, Ranks
 from jax_magi._src.context_parallel.legs import Rows, legs_of
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.transport import Transport
@@ -36,7 +36,8 @@ def choose_transport(
     name = _cheapest(moved, links) if ranks.count > 1 else "all_to_all"
   gathers = name == "all_gather"
   if given is not None:
-    gathers = any(hop.kind == "all_gather" for hops in given for hop in hops)
+    gathered = [hop.level for hops in given for hop in hops if hop.kind == "all_gather"]
+    gathers = any(level != LOCAL for level in gathered)
   elif name == "two_level":  # Nodes may need nearly all rows of each other.
     gathers = moved[name][0] >= NEARLY_ALL * (ranks.num_nodes - 1) * k_local
   return Transport(name, ranks, k_local, num_transfers, gathers, permutes, given)
