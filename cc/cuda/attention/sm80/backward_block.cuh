@@ -121,11 +121,7 @@ struct BackwardBlock {
       for (int d = 0; d < kDims; d += 16) {
         uint32_t b[4];
         right.Load(i, kIsWhole ? d : first + d, b);
-#pragma unroll
-        for (int m = 0; m < kPieces; ++m) {
-          Multiply<Element>(a[m], b, acc[m] + d / 2);
-          Multiply<Element>(a[m], b + 2, acc[m] + d / 2 + 4);
-        }
+        MultiplyPieces<Element>(a, b, [&](int m) { return acc[m] + d / 2; });
       }
     }
   }

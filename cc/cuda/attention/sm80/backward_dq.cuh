@@ -115,11 +115,7 @@ struct BackwardDq {
       for (int i = 0; i < 2 * kCount; i += 16) {
         uint32_t b[4];
         right.Load(k, first_column + i, b);
-#pragma unroll
-        for (int m = 0; m < kNumPieces; ++m) {
-          Multiply<Element>(a[m], b, c[m] + i / 2);
-          Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
-        }
+        MultiplyPieces<Element>(a, b, [&](int m) { return c[m] + i / 2; });
       }
     }
   }

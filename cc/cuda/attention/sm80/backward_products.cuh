@@ -41,11 +41,7 @@ __device__ __forceinline__ void MultiplyDimsOfKeys(int lane, SharedTile<kKeyDim>
     for (int i = 0; i < 2 * kCount; i += 16) {
       uint32_t b[4];
       right.Load(i, d, b);
-#pragma unroll
-      for (int m = 0; m < kPieces; ++m) {
-        Multiply<Element>(a[m], b, c[m] + i / 2);
-        Multiply<Element>(a[m], b + 2, c[m] + i / 2 + 4);
-      }
+      MultiplyPieces<Element>(a, b, [&](int m) { return c[m] + i / 2; });
     }
   }
 }

@@ -104,11 +104,7 @@ struct RoleBlock {
       for (int d = 0; d < kDims; d += 16) {
         uint32_t b[4];
         right.Load(i, d, b);
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) {
-          Multiply<Element>(a[m], b, gradients[m] + d / 2);
-          Multiply<Element>(a[m], b + 2, gradients[m] + d / 2 + 4);
-        }
+        MultiplyPieces<Element>(a, b, [&](int m) { return gradients[m] + d / 2; });
       }
     }
   }

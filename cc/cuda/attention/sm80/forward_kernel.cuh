@@ -272,11 +272,7 @@ struct Forward {
       for (int n = 0; n < kKeys; n += 16) {
         uint32_t b[4];
         keys.Load(n, d, b);
-#pragma unroll
-        for (int g = 0; g < kPieces; ++g) {
-          Multiply<Element>(a[g], b, scores[g] + n / 2);
-          Multiply<Element>(a[g], b + 2, scores[g] + n / 2 + 4);
-        }
+        MultiplyPieces<Element>(a, b, [&](int g) { return scores[g] + n / 2; });
       }
     }
   }
@@ -304,11 +300,7 @@ struct Forward {
       for (int d = 0; d < kDims; d += 16) {
         uint32_t b[4];
         values.Load(n, d, b);
-#pragma unroll
-        for (int g = 0; g < kPieces; ++g) {
-          Multiply<Element>(a[g], b, Sums(g) + d / 2);
-          Multiply<Element>(a[g], b + 2, Sums(g) + d / 2 + 4);
-        }
+        MultiplyPieces<Element>(a, b, [&](int g) { return Sums(g) + d / 2; });
       }
     }
   }

@@ -37,6 +37,17 @@ __device__ __forceinline__ void Multiply(const uint32_t* a, const uint32_t* b, f
   }
 }
 
+// sums(g)[16, 16] += a[g][16, 16] * b[16, 16], for several pieces a[g] with the same b.
+template <typename Element, typename Piece, int kPieces, typename Sums>
+__device__ __forceinline__ void MultiplyPieces(const Piece (&a)[kPieces], const uint32_t (&b)[4],
+                                               Sums sums) {
+#pragma unroll
+  for (int g = 0; g < kPieces; ++g) {
+    Multiply<Element>(a[g], b, sums(g));
+    Multiply<Element>(a[g], b + 2, sums(g) + 4);
+  }
+}
+
 }  // namespace jax_magi::cuda::sm80
 
 #endif  // JAX_MAGI_CUDA_ATTENTION_SM80_MMA_CUH_
