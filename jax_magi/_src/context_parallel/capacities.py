@@ -209,7 +209,7 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
   def hop(hop: Hop) -> Hop:
     if hop.kind == "all_gather":
       return hop
-    rows = tuple(min(padded_rows(hop.level, size, k_local), limit) for size in hop.rows)
+    rows = tuple(min(padded_rows(hop.level, size), limit) for size in hop.rows)
     return dataclasses.replace(hop, rows=rows)
 
   return dataclasses.replace(

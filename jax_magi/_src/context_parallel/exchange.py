@@ -69,7 +69,8 @@ class Transfer:
     """Turns gradients of the result of `cast` into gradients of its operand, summed over ranks."""
     parts = self.parted(dx)
     for hop in reversed(range(len(self.hops))):
-      back = self.move_back(hop, self.packed_back(parts, dtype), deterministic)
+      sent = self.packed_back(parts, dtype)
+      back = self.move_back(hop, sent, deterministic=deterministic)
       parts = self.added(hop, parts, back)
     return parts[0]
 
@@ -126,9 +127,7 @@ class Transfer:
     """The gradients that a rank sends back in a hop, in the dtype of the wire."""
     return parts[-1].astype(dtype)
 
-  def move_back(
-    self, hop: int, sent: Any, deterministic: bool = False, *, is_exposed: bool = False
-  ) -> Any:
+  def move_back(self, hop: int, sent: Any, *, deterministic: bool, is_exposed: bool = False) -> Any:
     """The communication of a hop in the opposite direction."""
     ranks, sizes = self.spec.ranks, self.pairs[hop]
     with self._scope(hop, is_exposed):

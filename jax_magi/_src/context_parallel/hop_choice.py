@@ -31,11 +31,10 @@ def cheapest_rows(level: str, size: np.ndarray, ranks: Ranks) -> int:
   return moved_rows(cheapest_hop(level, size, ranks), ranks)
 
 
-def padded_rows(level: str, rows: int, k_local: int) -> int:
+def padded_rows(level: str, rows: int) -> int:
   """The capacity of a block that has room for these rows, so that similar masks share programs."""
-  # Between nodes, a quarter of unused rows would be expensive. Inside a node, reusing programs is
-  # worth more than that.
-  parts = 8 if level == NODE else 4 if rows > k_local // 2 else 1
+  # Unused rows are moved, too, and between nodes they are expensive.
+  parts = 8 if level == NODE else 4
   step = max((1 << max(rows - 1, 0).bit_length()) // parts, 1)
   return max(-(-rows // step) * step, 1)
 

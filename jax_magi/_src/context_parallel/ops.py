@@ -286,12 +286,8 @@ def _staged_backward(
       transfer = transfers[stage - 1]
       if back[stage - 1] is None:
         back[stage - 1] = transfer.parted(form.joined_gradients(gradients.pop(stage)))
-      is_exposed, deterministic = step.stage < 0, config.backward.deterministic
-      moves.append(
-        functools.partial(
-          transfer.move_back, hop, deterministic=deterministic, is_exposed=is_exposed
-        )
-      )
+      how = {"deterministic": config.backward.deterministic, "is_exposed": step.stage < 0}
+      moves.append(functools.partial(transfer.move_back, hop, **how))
       sent.append(transfer.packed_back(back[stage - 1], config.remote_grad_dtype))
     done = (gradients, own, dconstants, parts, back)
     (gradients, own, dconstants, parts, back), results, arrived = side_by_side(

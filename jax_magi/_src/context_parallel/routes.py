@@ -87,7 +87,7 @@ def _hops(number: int, sizes: list[np.ndarray], transport: Transport) -> tuple[H
     if number < transport.num_near:
       most = int(size.max(initial=0))
       # A node's ranks may need nearly all rows of each other. Then there is nothing to pack.
-      if padded_rows(level, most, transport.k_local) >= transport.k_local:
+      if padded_rows(level, most) >= transport.k_local:
         return Hop(level, "all_gather", (transport.k_local,))
     if transport.name == "ragged":
       return Hop(level, "ragged", (int(size.max(initial=0)),))
