@@ -11,9 +11,9 @@ those of `overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `measure` s
 the file already has. `programs` times the passes of the rank with the most work again, with the
 gathers that pack and unpack rows, and everything else but the collectives. `predict` adds the
 transfers, padding included, and simulates the steps of both passes: a transfer begins when all
-ranks of its group are ready, and a step ends when its kernel and its transfers have ended. It adds
-the time by which programs exceed kernels, because neither kernels nor transfers overlap with
-packing. Each file is compared with the single GPU of its own run.
+ranks of its group are ready, and a step ends when its kernel and its transfers have ended. One
+column adds the time by which programs exceed kernels, because neither kernels nor transfers overlap
+with packing. Each file is compared with the single GPU of its own run.
 """
 
 from __future__ import annotations
@@ -212,8 +212,9 @@ class Cell:
     kernels: the seconds of the kernels of the slowest rank.
     around: the seconds of packing and unpacking rows, and of anything else besides kernels and
       transfers; 0 if not measured.
-    total: the predicted seconds.
+    total: the predicted seconds, without `around`, like those below.
     total_bfloat16: the predicted seconds if gradients travel in 16 bit.
+    total_kept: the predicted seconds if the backward pass fetches nothing.
     total_ragged: the predicted seconds with a ragged exchange: see `ragged_seconds`.
     forward: the predicted seconds of the forward pass.
     flops: the operations of the forward pass of an average rank.
@@ -232,6 +233,7 @@ class Cell:
   around: float
   total: float
   total_bfloat16: float
+  total_kept: float
   total_ragged: float
   forward: float
   flops: float
@@ -282,7 +284,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       stage_seconds=(0.0, 0.0),  # The times of a stage's kernels are those of all its parts.
     )
 
-  def passes(grad_row_bytes: int):
+  def passes(grad_row_bytes: int, keep_remote_kv: bool = False):
     return predict_pass(
       spec.capacities.hops,
       spec.ranks,
@@ -290,9 +292,10 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       kernels,
       links(grad_row_bytes),
       spec.capacities.orders,
+      keep_remote_kv=keep_remote_kv,
     )
 
-  found, around = passes(2 * ROW_BYTES), _around(cell)
+  found = passes(2 * ROW_BYTES)
   ideal = (alone["forward"] + alone["backward"]) / alone["area"] * stats.area.mean()
   by_link = [rows_by_link(hop, spec.ranks) for hops in spec.capacities.hops for hop in hops]
   far, near = map(sum, zip(*by_link, strict=True))
@@ -307,11 +310,12 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
     near_rows=near,
     ideal=ideal,
     kernels=found.kernels,
-    around=sum(around),
-    total=found.total + sum(around),
-    total_bfloat16=passes(ROW_BYTES).total + sum(around),
-    total_ragged=_total_ragged(found.kernels, cell, network) + sum(around),
-    forward=found.forward + around[0],
+    around=sum(_around(cell)),
+    total=found.total,
+    total_bfloat16=passes(ROW_BYTES).total,
+    total_kept=passes(2 * ROW_BYTES, keep_remote_kv=True).total,
+    total_ragged=_total_ragged(found.kernels, cell, network),
+    forward=found.forward,
     flops=4 * HEAD_DIM * NUM_Q_HEADS * float(stats.area.mean()),
   )
 
@@ -363,20 +367,20 @@ def ragged_seconds(name: str, cp_size: int, network: float) -> float:
 
 def to_markdown(cells: list[Cell]) -> str:
   lines = [
-    "| mask | ranks | GB/s a NIC | transport, degree | work, max / mean | rows between nodes, in a "
-    "node | ms at a GPU's rate | kernels | + packing | + exposed | efficiency | 16-bit gradients | "
-    "ragged |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    "| mask | ranks | GB/s per NIC | transport, degree | work, max / mean | rows between nodes, in "
+    "a node | ms at one GPU's rate | kernels | + exposed | efficiency | 16-bit gradients | keys "
+    "kept | with packing | ragged |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
   ]
   for c in cells:
     network = f"{c.network / 1e9:.0f}" if c.cp_size > NODE else "-"
-    around = f"{1e3 * c.around:.1f}" if c.around else "-"
+    packed = f"{c.ideal / (c.total + c.around):.0%}" if c.around else "-"
     lines.append(
       f"| {c.mask} | {c.cp_size} | {network} | {c.transport}, {c.degree} | {c.balance:.3f} | "
       f"{c.far_rows}, {c.near_rows} | {1e3 * c.ideal:.1f} | {1e3 * c.kernels:.1f} | "
-      f"{around} | {1e3 * (c.total - c.around - c.kernels):.1f} | "
-      f"{c.ideal / c.total:.0%} | "
-      f"{c.ideal / c.total_bfloat16:.0%} | {c.ideal / c.total_ragged:.0%} |"
+      f"{1e3 * (c.total - c.kernels):.1f} | {c.ideal / c.total:.0%} | "
+      f"{c.ideal / c.total_bfloat16:.0%} | {c.ideal / c.total_kept:.0%} | {packed} | "
+      f"{c.ideal / c.total_ragged:.0%} |"
     )
   return "\n".join(lines) + "\n"
 
