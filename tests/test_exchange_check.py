@@ -78,12 +78,6 @@ def test_two_levels_are_right(monkeypatch, per_node, degrees):
 
 
 @pytest.mark.usefixtures("one_degree")
-def test_many_blocks_are_added_in_groups(monkeypatch):
-  monkeypatch.setattr(transfers, "_FUSED_BLOCKS", 3)  # Of eight.
-  assert _check(transports=["all_to_all"]).ok
-
-
-@pytest.mark.usefixtures("one_degree")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_other_axes_exchange_side_by_side(axis_type):
   mesh = make_mesh(axis_type, dp=2, cp=2)

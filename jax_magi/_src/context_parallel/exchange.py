@@ -23,9 +23,6 @@ from jax_magi._src.context_parallel.routes import NOWHERE
 from jax_magi._src.native.overlap import exchange_scope
 from jax_magi._src.transforms.varying import vary_like
 
-# The blocks of returned gradients that one kernel adds. More would make programs long.
-_FUSED_BLOCKS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
@@ -162,26 +159,16 @@ class Transfer:
   def _sum(self, hop: int, total: Any, index: Any, length: int, back: Any) -> Any:
     """`total`, None for zeros, with each row of `back` added to the row that `index` says."""
     # A block contains each row at most once. Each row gathers what it gets from each block: nothing
-    # is written twice, and the order is fixed. A scatter would write zeros, and add to them.
+    # is written twice, the order is fixed, and XLA compiles this to one kernel. A scatter would
+    # write zeros, and add to them.
     begins = block_begins(self.hops[hop], self.spec.ranks)
     count = len(begins) - 1
     block = np.repeat(np.arange(count, dtype=np.int32), np.diff(begins))
     is_here = (index >= 0) & (index < length)
     places = _places_of(jnp.where(is_here, index + block * np.int32(length), -1), count * length)
-    places = places.reshape(count, length)
-
-    def add(total: Any, places: Any) -> Any:
-      for source in places:
-        rows = _rows_of([back], source)
-        total = rows if total is None else total + rows
-      return total
-
-    if count <= _FUSED_BLOCKS:
-      return add(total, places)
-    places = jnp.pad(places, ((0, -count % _FUSED_BLOCKS), (0, 0)), constant_values=NOWHERE)
-    groups = places.reshape(-1, _FUSED_BLOCKS, length)
-    total = zeros_like_rows(length, back) if total is None else total
-    return lax.scan(lambda total, places: (add(total, places), None), total, groups)[0]
+    rows = _rows_of([back], places).reshape(count, length, *back.shape[1:])
+    gradients = jnp.sum(rows, axis=0)
+    return gradients if total is None else total + gradients
 
   def _scope(self, hop: int, is_exposed: bool) -> Any:
     is_single = is_exposed or not self.spec.overlap_degree
