@@ -200,8 +200,16 @@ def test_a_transfer_without_overlap_is_reported_and_not_rejected():
     (1, "all_to_all", "documents"),
     pytest.param(1, "all_gather", "full", marks=pytest.mark.long),
     pytest.param(1, "ragged", "documents", marks=pytest.mark.long),
-    # XLA decides. With the small blocks of "window", it places a barrier before a transfer.
     pytest.param(2, "two_level", "documents", marks=pytest.mark.long),
+    pytest.param(
+      2,
+      "two_level",
+      "window",
+      marks=[
+        pytest.mark.long,
+        pytest.mark.xfail(strict=True, reason="XLA places a barrier before a small transfer"),
+      ],
+    ),
   ],
 )
 def test_a_kernel_barrier_is_between_transfers_and_their_kernel(nodes, transport, mask):

@@ -157,7 +157,7 @@ class Transfer:
     return tuple(totals)
 
   def _sum(self, hop: int, total: Any, index: Any, length: int, back: Any) -> Any:
-    """`total`, None for zeros, with each row of `back` added to the row that `index` says."""
+    """Adds each row of `back` to the row of `total` that `index` names. None means zeros."""
     # A block contains each row at most once. Each row gathers what it gets from each block: nothing
     # is written twice, the order is fixed, and XLA compiles this to one kernel. A scatter would
     # write zeros, and add to them.
