@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jax_magi._src.arguments import check_choice, check_flag, check_length
-from jax_magi._src.context_parallel.capacities import Capacities, round_up
+from jax_magi._src.context_parallel.capacities import Capacities
+from jax_magi._src.context_parallel.hop_choice import round_up
 from jax_magi._src.context_parallel.make_keys import magi_attn_flex_key
 from jax_magi._src.masks.mask import AttentionMask
 

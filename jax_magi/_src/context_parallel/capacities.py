@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_magi._src.arguments import check_length
-from jax_magi._src.context_parallel.hop_choice import padded_rows
+from jax_magi._src.context_parallel.hop_choice import padded_rows, round_up
 from jax_magi._src.context_parallel.hops import Hop, Ranks
 from jax_magi._src.context_parallel.schedule import Order
 from jax_magi._src.context_parallel.transport import is_near_first, levels_of
@@ -239,8 +239,3 @@ def check_room(needed: Capacities, have: Capacities) -> None:
         raise ValueError(
           f"capacities.hops must have room for {need} in transfer {t} for this mask, got {hop}"
         )
-
-
-def round_up(count: int) -> int:
-  """Rounds up to a power of two."""
-  return 1 << max(count - 1, 0).bit_length()

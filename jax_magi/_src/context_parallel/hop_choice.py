@@ -31,11 +31,16 @@ def cheapest_rows(level: str, size: np.ndarray, ranks: Ranks) -> int:
   return moved_rows(cheapest_hop(level, size, ranks), ranks)
 
 
+def round_up(count: int) -> int:
+  """Rounds up to a power of two."""
+  return 1 << max(count - 1, 0).bit_length()
+
+
 def padded_rows(level: str, rows: int) -> int:
   """The capacity of a block that has room for these rows, so that similar masks share programs."""
   # Unused rows are moved, too, and between nodes they are expensive.
   parts = 8 if level == NODE else 4
-  step = max((1 << max(rows - 1, 0).bit_length()) // parts, 1)
+  step = max(round_up(rows) // parts, 1)
   return max(-(-rows // step) * step, 1)
 
 
