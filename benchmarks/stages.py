@@ -81,7 +81,7 @@ def _sink():
 def _masked(stages, keeping_rows=()):
   """k, v and the mask of each stage, whose tile lists are made at once, as in a pass of a rank.
 
-  `keeping_rows` has the numbers of stages that keep earlier results of rows without keys.
+  `keeping_rows` has the numbers of stages that leave rows without keys to the other stages.
   """
   calls = {i: (table[0], k.shape[1]) for i, (k, _, table) in enumerate(stages)}
   masks = PassMasks(calls, keeping_rows)
@@ -101,7 +101,7 @@ def forward(q, stages):
 def forward_whole(q, stages):
   """The same for stages in which each query is computed once: nothing is merged."""
   running = None
-  for stage in _masked(stages, range(1, len(stages))):
+  for stage in _masked(stages, range(len(stages))):
     running = ops.forward(_CONFIG, q, *stage, _sink(), running=running)
   out, lse, _ = running
   return out, lse

@@ -65,6 +65,12 @@ def execute(key: DistAttnKey) -> Executed:
     whole, num_stages = _pairs(key.whole_slices, whole_buffers, queries, spec)
     np.testing.assert_array_equal(whole, padded)
     assert num_stages.max() <= 1, "a query is divided among stages"
+    for rank, table in enumerate(key.whole_slices[:, 0]):
+      # The first stage fills the rows of queries that no stage computes.
+      unseen = np.flatnonzero(num_stages[queries[rank]] == 0)
+      has_rows = table[:, 0] < table[:, 1]
+      marked = table[has_rows & (table[:, 2] >= table[:, 3]), :2].tolist()
+      assert marked == ([[unseen[0], unseen[-1] + 1]] if len(unseen) else [])
   assert not padded[spec.q_len :].any() and not padded[:, spec.k_len :].any()
   counts = padded[: spec.q_len, : spec.k_len]
   shown = [np.flatnonzero(padded[queries[rank]].any(axis=0)) for rank in range(n)]

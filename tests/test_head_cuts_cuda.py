@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 # The number of queries of a block, by head dim, without and with a cap.
 _COLUMNS = {64: 128, 128: 80, 256: 64}
 _CAPPED_COLUMNS = {64: 64, 128: 48, 256: 64}
-_THRESHOLDS = (16, 8, 4)
+_THRESHOLDS = (4, 4, 4)
 
 
 def _inputs(mask, heads, head_dim, dtype="bf16"):

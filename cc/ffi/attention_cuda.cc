@@ -269,18 +269,18 @@ ffi::Error DecodeListRequest(const char* context, int32_t tile_stamp, ffi::AnyBu
 }
 
 // One list for each call. Slices of the calls follow one another, for each batch element.
-// `lacks_empty` tells which lists lack the tiles without blocks.
+// `lacks` tells what each list lacks, as a number of Lacks.
 ffi::Error MakeTileLists(cudaStream_t stream, ffi::AnyBuffer slices, ffi::RemainingRets tile_lists,
                          int32_t q_len, ffi::Span<const int32_t> k_lens,
                          ffi::Span<const int32_t> num_slices, ffi::Span<const int32_t> tile_stamps,
-                         ffi::Span<const int32_t> lacks_empty) {
+                         ffi::Span<const int32_t> lacks) {
   const char* context = "jax_magi attention tile lists";
   JAX_MAGI_RETURN_IF_ERROR(CheckSlices(context, slices));
   const size_t num_lists = tile_lists.size();
   if (k_lens.size() != num_lists || num_slices.size() != num_lists ||
-      tile_stamps.size() != num_lists || lacks_empty.size() != num_lists) {
+      tile_stamps.size() != num_lists || lacks.size() != num_lists) {
     return Invalid(context, "tile_list",
-                   "must have a k_len, num_slices, tile_stamp and lacks_empty each");
+                   "must have a k_len, num_slices, tile_stamp and lacks each");
   }
   const int64_t total = slices.dimensions()[1];
   if (total > std::numeric_limits<int32_t>::max())
@@ -296,12 +296,15 @@ ffi::Error MakeTileLists(cudaStream_t stream, ffi::AnyBuffer slices, ffi::Remain
     request.shape.num_slices = num_slices[i];
     request.slices = static_cast<const Slice*>(slices.untyped_data()) + first;
     request.slice_stride = static_cast<int>(total);
-    request.lacks_empty = lacks_empty[i] != 0;
+    if (lacks[i] < 0 || lacks[i] > static_cast<int32_t>(cuda::Lacks::kUnmarked)) {
+      return Invalid(context, "lacks", "must be 0, 1 or 2");
+    }
+    request.lacks = static_cast<cuda::Lacks>(lacks[i]);
     auto tile_list = tile_lists.get<ffi::AnyBuffer>(i);
     if (!tile_list.has_value()) return tile_list.error();
     JAX_MAGI_RETURN_IF_ERROR(DecodeListRequest(context, tile_stamps[i], **tile_list, &request));
-    if (request.lacks_empty && request.tiling.by_keys) {
-      return Invalid(context, "lacks_empty", "is for forward calls");
+    if (request.lacks != cuda::Lacks::kNothing && request.tiling.by_keys) {
+      return Invalid(context, "lacks", "is for forward calls");
     }
     first += num_slices[i];
   }
@@ -363,7 +366,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_magi_cuda_attention_tile_lists, jax_magi::Make
                                   .Attr<ffi::Span<const int32_t>>("k_lens")
                                   .Attr<ffi::Span<const int32_t>>("num_slices")
                                   .Attr<ffi::Span<const int32_t>>("tile_stamps")
-                                  .Attr<ffi::Span<const int32_t>>("lacks_empty"),
+                                  .Attr<ffi::Span<const int32_t>>("lacks"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 jax_magi::AttentionNeeds jax_magi_cuda_attention_needs(const jax_magi::AttentionCall& call,

@@ -24,7 +24,8 @@ struct HeadCuts {
   explicit HeadCuts(int group) {
     for (int i = 0; i < kNumWeights; ++i) {
       // A part has one head of the heaviest tiles, two heads of tiles that may have half as many
-      // blocks, and so on, which balances the parts. The rest is not split.
+      // blocks, and so on, which balances the parts. The rest is not split. (As thresholds are
+      // equal, all tiles that are split belong to the heaviest.)
       num_parts[i] = i < kNumThresholds ? CeilDiv(group, 1 << i) : 1;
       heads_per_part[i] = CeilDiv(group, static_cast<int>(num_parts[i]));
     }

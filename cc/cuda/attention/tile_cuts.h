@@ -111,7 +111,12 @@ JAX_MAGI_INLINE Tile CutTile(const CutArgs& args, const Segment& segment, int i,
   tile.begin = segment.begin + (i - segment.first_tile) * most_rows;
   tile.num_rows = Min(most_rows, segment.end - tile.begin);
   for (int s = first; s < args.num_slices; s += step) {
-    const Range columns = TouchedColumns(args, tile, s);
+    const Slice slice = LoadSlice(args, tile, s);
+    if (slice.k_begin >= slice.k_end) {
+      const Range marked = Intersect(tile.rows(), {slice.q_begin, slice.q_end});
+      if (marked.begin < marked.end) tile.is_marked = 1;
+    }
+    const Range columns = TouchedColumns(slice, tile, args.aligns_columns);
     if (columns.begin >= columns.end) continue;
     if (tile.num_blocks == 0) tile.slice_begin = s;
     tile.slice_end = s + 1;

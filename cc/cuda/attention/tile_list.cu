@@ -100,11 +100,13 @@ __device__ int MakeSegments(const CutArgs& args, const CutScratch& scratch, int*
   return num_segments;
 }
 
-// The sort key: tiles with most blocks first; all tiles of kNumBins - 1 blocks or more share the
-// first bin.
+// The sort key: tiles with most blocks first. All tiles of kNumBins - 2 blocks or more share the
+// first bin, and the last bin has those that the list lacks.
 template <int kNumBins>
-__device__ int BinOf(const Tile& tile) {
-  return kNumBins - 1 - Min(tile.num_blocks, kNumBins - 1);
+__device__ int BinOf(const Tile& tile, Lacks lacks) {
+  const bool is_listed = tile.num_blocks > 0 || lacks == Lacks::kNothing ||
+                         (lacks == Lacks::kUnmarked && tile.is_marked);
+  return is_listed ? kNumBins - 2 - Min(tile.num_blocks, kNumBins - 2) : kNumBins - 1;
 }
 
 // This kernel may have started before the previous one ended. The next one may start now: it waits
@@ -167,6 +169,7 @@ __device__ void JoinTile(int num_lanes, Tile& tile) {
     tile.num_blocks += __shfl_xor_sync(~0u, tile.num_blocks, offset);
     tile.slice_end = Max(tile.slice_end, __shfl_xor_sync(~0u, tile.slice_end, offset));
     begin = Min(begin, __shfl_xor_sync(~0u, begin, offset));
+    tile.is_marked |= __shfl_xor_sync(~0u, tile.is_marked, offset);
   }
   tile.slice_begin = tile.num_blocks > 0 ? begin : 0;
 }
@@ -226,7 +229,8 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
     }
     return CutTile(args, segment, i, first, step);
   };
-  const auto count_tile = [&](const Tile& tile) { atomicAdd(&bins[BinOf<kThreads>(tile)], 1); };
+  const auto bin_of = [&](const Tile& tile) { return BinOf<kThreads>(tile, task.key.lacks); };
+  const auto count_tile = [&](const Tile& tile) { atomicAdd(&bins[bin_of(tile)], 1); };
   for (int i = thread + kThreads; i < num_tiles; i += kThreads) {
     const Tile tile = cut_tile(i, 0, 1);
     count_tile(tile);
@@ -255,15 +259,16 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   const int before = SumBefore<kThreads>(count, sums, &total);
   bins[thread] = before;  // The position of the bin's first tile.
   __shared__ int num_listed;
-  if (thread == kThreads - 1) {  // The last bin has the tiles without blocks.
-    num_listed = task.key.lacks_empty ? before : num_tiles;
+  if (thread == kThreads - 1) {
+    num_listed = before;
     list->num_tiles = num_listed;
     if (num_listed == 0) list->least_blocks = 0;  // Otherwise the last tile's thread writes it.
   }
   for (int i = 0; i < kNumThresholds; ++i) {
-    static_assert(ThresholdBlocks(0) < kThreads, "the first bin has tiles of any number of blocks");
+    constexpr int kFirstBlocks = kThreads - 2;
+    static_assert(ThresholdBlocks(0) <= kFirstBlocks, "the first bin has tiles of any weight");
     // All bins before this one hold tiles with as many blocks or more.
-    if (thread == kThreads - ThresholdBlocks(i)) list->num_above[i] = before;
+    if (thread == kFirstBlocks - ThresholdBlocks(i) + 1) list->num_above[i] = before;
   }
   __syncthreads();
   // Tiles of a bin keep the order in which they were cut, so that the list is always the same:
@@ -271,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   for (int i = thread; i - thread < num_tiles; i += kThreads) {
     const bool is_tile = i < num_tiles;
     Tile tile = i < kThreads || !is_tile ? own : unsorted[i];
-    const int bin = is_tile ? BinOf<kThreads>(tile) : -1;
+    const int bin = is_tile ? bin_of(tile) : -1;
     const unsigned same = __match_any_sync(~0u, bin);
     const unsigned before = same & ((1u << thread % 32) - 1);
     const int num_warps = CeilDiv(Min(num_tiles - (i - thread), kThreads), 32);
@@ -329,7 +334,7 @@ Status MakeTileLists(const std::vector<ListRequest>& requests, cudaStream_t stre
     });
     if (launch == launches.end()) launch = launches.insert(launch, Launch{kernel, 0, {}});
     ListKey key = KeyOf(request.shape, request.tiling);
-    key.lacks_empty = request.lacks_empty;
+    key.lacks = request.lacks;
     launch->tasks.tasks[launch->num_tasks++] = {
         args, key, request.list, request.list->tiles() + MaxTiles(request.shape, request.tiling)};
   }

@@ -27,32 +27,38 @@ struct alignas(32) Tile {
   int32_t num_blocks;              // Column blocks that some row sees, summed over all slices.
   int32_t slice_begin, slice_end;  // A range that contains all slices that touch the tile.
   int32_t index;                   // Position in the list.
-  int32_t padding;
+  int32_t is_marked;               // Whether a row is in a slice without columns.
 
   JAX_MAGI_INLINE Range rows() const { return {begin, begin + num_rows}; }
 };
 
-// Thresholds on the number of blocks that classify tiles by weight: 16, 8 and 4. See head_cuts.h.
+// Thresholds on the number of blocks that classify tiles by weight, the highest first. See
+// head_cuts.h.
 //
-// A block takes about 3 us with 128 dims, and each tile another 2 us to load keys and add
-// gradients, which is 4% of a work item of 16 blocks. With a typical window, tiles have 8 to 30
-// blocks.
+// A block takes about 3 us with 128 dims, and each part of a tile another 2 us to load keys and add
+// gradients. But each class is a pass over q, dout and dq, so all thresholds are equal, and only
+// two classes have tiles. Thresholds of 16, 8 and 4, with larger parts for lighter tiles, made the
+// stages of context parallelism up to 10% slower.
 constexpr int kNumThresholds = 3;
-constexpr int ThresholdBlocks(int i) { return 16 >> i; }
+constexpr int ThresholdBlocks(int) { return 4; }
+
+// Which tiles without blocks a list lacks: all their rows are left to other calls.
+enum class Lacks : int32_t {
+  kNothing,
+  kEmpty,     // All of them. The call has the results of earlier calls, which it leaves unchanged.
+  kUnmarked,  // Those without a row in a slice without columns. Other calls write all such tiles.
+};
 
 // What a list was made for. The list is not valid for other lengths, slices or tilings.
 struct ListKey {
   int32_t stamp;      // Identifies the tiling.
   int32_t num_lists;  // Number of slice lists: one per batch element, or one for all.
   int32_t num_slices, num_rows, num_columns;
-  // 1 if the list lacks the tiles without blocks. It then serves only forward calls that leave
-  // their rows unchanged.
-  int32_t lacks_empty = 0;
+  Lacks lacks = Lacks::kNothing;  // Forward lists only.
 
   JAX_MAGI_INLINE bool operator==(const ListKey& other) const {
     return stamp == other.stamp && num_lists == other.num_lists && num_slices == other.num_slices &&
-           num_rows == other.num_rows && num_columns == other.num_columns &&
-           lacks_empty == other.lacks_empty;
+           num_rows == other.num_rows && num_columns == other.num_columns && lacks == other.lacks;
   }
 };
 
@@ -182,8 +188,8 @@ struct ListRequest {
   Tiling tiling;
   const Slice* slices;
   int slice_stride;  // From the first slice of a batch element to that of the next.
-  bool lacks_empty;  // See ListKey.
-  TileList* list;    // TileListBytes(shape, tiling) bytes.
+  Lacks lacks;
+  TileList* list;  // TileListBytes(shape, tiling) bytes.
 };
 
 // Makes all lists in one launch, unless their numbers of slices are so different that they need
@@ -195,7 +201,7 @@ struct ListCheck {
   const TileList* list;
   ListKey key;
   int32_t max_tiles;
-  bool may_lack_empty;  // Whether a list that lacks_empty serves the call, too.
+  bool may_lack_empty;  // Whether a list that lacks all empty tiles serves the call, too.
 
 #ifdef __CUDACC__
   // Ends the program if the list belongs to a different call, like any other broken assumption: a
@@ -204,7 +210,7 @@ struct ListCheck {
   __device__ __forceinline__ void Check() const {
     if (list == nullptr) return;
     ListKey found = list->key;
-    if (may_lack_empty) found.lacks_empty = 0;
+    if (may_lack_empty || found.lacks == Lacks::kUnmarked) found.lacks = Lacks::kNothing;
     const bool is_own = found == key && 0 <= list->num_tiles && list->num_tiles <= max_tiles;
     if (!is_own) __trap();
   }

@@ -24,8 +24,8 @@ class MaskGroup:
 
   Attributes:
     sizes: the number of slices and the number of keys of each call of the group.
-    keeps_rows: whether each call leaves rows that see none of its keys unchanged. Its tile list
-      then lacks tiles of such rows alone.
+    keeps_rows: whether each call leaves rows that see none of its keys to the other calls. Its tile
+      list then lacks tiles of such rows alone.
     index: the index of this call in the group.
   """
 
@@ -72,7 +72,7 @@ class MaskOperand:
 
   @property
   def keeps_rows(self) -> bool:
-    """Whether the call must leave rows that see none of its keys unchanged."""
+    """Whether the call leaves rows that see none of its keys to the other calls of the group."""
     return self.group is not None and self.group.keeps_rows[self.group.index]
 
   def operands(self) -> Operands:
@@ -131,8 +131,10 @@ class PassMasks:
 
     Args:
       calls: the slices of each call and its number of keys, by its name.
-      keeping_rows: the names of forward calls that leave rows that see none of their keys
-        unchanged: those with running results, unless the call rounds merged results.
+      keeping_rows: the names of forward calls that leave rows that see none of their keys to the
+        other calls. Calls with running results can keep them, unless they round merged results.
+        The first call can if each row sees keys in one call, or is in a slice of the first call
+        without keys: such rows are filled.
     """
     self.slices = {name: slices for name, (slices, _) in calls.items()}
     sizes = tuple((slices.shape[0], k_len) for slices, k_len in calls.values())

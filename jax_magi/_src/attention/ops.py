@@ -188,7 +188,8 @@ def forward(
   """
   dtype = q.dtype if out_dtype is None else np.dtype(out_dtype)
   mask = MaskOperand.of(slices)
-  assert running is not None or not mask.keeps_rows, "there are no results to keep"
+  is_first = mask.group is not None and mask.group.index == 0
+  assert running is not None or is_first or not mask.keeps_rows, "there are no results to keep"
   operands = {"q": q, "k": k, "v": v, **mask.operands(), "sink": sink} | given_terms(terms)
   if running is not None:
     assert operands.keys().isdisjoint(TERMS), "terms and running results are not taken together"

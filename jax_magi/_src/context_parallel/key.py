@@ -49,8 +49,8 @@ class DistAttnKey:
       format.
     pairs: for each level, int32 `[cp_size, transfers, 2, group size]`, the rows sent to each rank
       of the group, and received from it.
-    whole_slices: like `slices`, for a forward pass that computes each query in one stage. None if
-      stages merge their results.
+    whole_slices: like `slices`, for a forward pass that computes each query in one stage. A slice
+      of stage 0 without keys holds the queries that see no key. None if stages merge their results.
     whole_runs: like `take_runs`, for the buffers of these stages, where the blocks of earlier
       transfers come first. None if stages merge their results.
     spec: lengths and capacities (static).

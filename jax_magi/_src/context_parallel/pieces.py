@@ -93,6 +93,7 @@ class Needs:
 
   Attributes:
     keys: the dispatch of keys.
+    q_local: the number of rows that each rank has for its queries.
     of_chunks: the pieces of each chunk of queries.
     pieces: the same pairs in fewer pieces.
     rows: the keys that each rank needs, each row once, sorted by rank and position.
@@ -100,6 +101,7 @@ class Needs:
   """
 
   keys: Dispatch
+  q_local: int
   of_chunks: Pieces
   pieces: Pieces
   rows: Rows
@@ -113,7 +115,8 @@ def needs_of(pieces: ChunkPieces, queries: Dispatch, keys: Dispatch) -> Needs:
   rank = queries.ranks[pieces.chunk].astype(np.int64)
   of_chunks = Pieces(rank, pieces.slices, pieces.index, begin, shift)
   joined = of_chunks.joined()
-  return Needs(keys, of_chunks, joined, needed_rows(joined, keys), _own_rows(keys))
+  rows, own = needed_rows(joined, keys), _own_rows(keys)
+  return Needs(keys, queries.local_length, of_chunks, joined, rows, own)
 
 
 def _shows(slices: np.ndarray) -> np.ndarray:

@@ -241,8 +241,9 @@ def part_of_rows(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
 
 
 def slices_of_queries(slices: Any, begin: int, end: int) -> Any:
-  """Restricts slices `[..., 6]` to some queries."""
-  queries = jnp.clip(slices[..., :2], begin, end)
+  """Restricts slices `[..., 6]` to some queries; those without keys stay (whole_queries.py)."""
+  has_keys = slices[..., 2:3] < slices[..., 3:4]
+  queries = jnp.where(has_keys, jnp.clip(slices[..., :2], begin, end), slices[..., :2])
   return jnp.concatenate([queries, slices[..., 2:]], axis=-1)
 
 

@@ -35,7 +35,7 @@ def forward_masks(
       slices = slices_of_queries(slices, *part_of_rows(q_len, step.part, num_parts))
     calls[step] = slices, lengths[step.stage]
   names = list(calls)
-  return PassMasks(calls, keeping_rows=names[1:] if is_whole else names[1:-1])
+  return PassMasks(calls, keeping_rows=names if is_whole else names[1:-1])
 
 
 def backward_masks(

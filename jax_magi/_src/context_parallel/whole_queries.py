@@ -17,12 +17,12 @@ import dataclasses
 import numpy as np
 
 from jax_magi._src.context_parallel.hops import Ranks, num_blocks
-from jax_magi._src.context_parallel.intervals import overlapping, starts_within
+from jax_magi._src.context_parallel.intervals import overlapping, starts_within, union
 from jax_magi._src.context_parallel.legs import Rows
 from jax_magi._src.context_parallel.local_slices import key_ranges
 from jax_magi._src.context_parallel.pieces import Needs, Pieces, needed_rows, stage_slices
 from jax_magi._src.context_parallel.routes import Routes, Runs, runs_of
-from jax_magi._src.masks.slices import area_of
+from jax_magi._src.masks.slices import HI, K_BEGIN, K_END, LO, Q_BEGIN, Q_END, area_of
 
 # The number of queries that are assigned to a stage together: two tiles of the kernels.
 _UNIT = 256
@@ -34,6 +34,7 @@ class WholeQueries:
 
   Attributes:
     slices: rank * num_stages + stage, and int64 slices over the rank's queries and the buffer.
+      Stage 0 also has a slice without keys: see `_with_unseen`.
     take_runs: rank * num_transfers + transfer, and runs of the buffer of the stage after this
       transfer. Block 0 has the rank's own rows. The blocks of all transfers follow in order.
     num_rows: int64 `[rank, transfer]`, the number of rows of these buffers.
@@ -82,10 +83,39 @@ def whole_queries(needs: Needs, routes: Routes, ranks: Ranks) -> WholeQueries:
   order = np.argsort(group, kind="stable")
   num_rows = np.bincount(group, size, ranks.count * num_transfers).astype(np.int64)
   return WholeQueries(
-    stage_slices(parts, buffers),
+    _with_unseen(*stage_slices(parts, buffers), ranks.count, len(buffers), needs.q_local),
     runs_of(group[order], np.concatenate(columns)[order], size[order]),
     num_rows.reshape(ranks.count, num_transfers),
   )
+
+
+def _with_unseen(
+  group: np.ndarray, slices: np.ndarray, num_ranks: int, num_stages: int, q_local: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Adds a slice without keys to stage 0 of each rank, over all queries that see no key.
+
+  No stage computes such queries. The first one fills their rows, and leaves those of other queries
+  to the other stages. If all queries see keys, the slice is empty.
+  """
+  s, rank = slices, group // num_stages
+  begin = np.maximum(s[:, Q_BEGIN], s[:, K_BEGIN] - s[:, HI])
+  end = np.minimum(s[:, Q_END], s[:, K_END] - s[:, LO])
+  sees = (begin < end) & (s[:, K_BEGIN] < s[:, K_END]) & (s[:, LO] <= s[:, HI])
+  # With an interval before and one after all queries, gaps are between neighbours.
+  edges, every = np.repeat([[-1], [q_local]], num_ranks, axis=1), np.arange(num_ranks)
+  rank, begin, end = union(
+    np.concatenate([rank[sees], every, every]),
+    np.concatenate([begin[sees], *edges]),
+    np.concatenate([end[sees], *(edges + 1)]),
+  )
+  is_gap = rank[1:] == rank[:-1]
+  rank, begin, end = rank[1:][is_gap], end[:-1][is_gap], begin[1:][is_gap]
+  unseen = np.zeros((num_ranks, 6), np.int64)
+  unseen[rank[::-1], Q_BEGIN] = begin[::-1]  # Of several gaps, the first one's.
+  unseen[rank, Q_END] = end  # The last one's.
+  group, slices = np.append(group, every * num_stages), np.concatenate([slices, unseen])
+  order = np.argsort(group, kind="stable")
+  return group[order], slices[order]
 
 
 def _stages(pieces: Pieces, rows: Rows) -> np.ndarray:

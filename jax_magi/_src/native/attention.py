@@ -185,8 +185,9 @@ def list_tiles(
     needs: for each list, the needs of its call.
     q_len: the number of queries, the same for all calls.
     sizes: for each list, the number of slices and of keys of its call.
-    keeps_rows: for each of several lists, whether its call leaves rows that see none of its keys
-      unchanged. The list then lacks tiles of such rows alone. None means that no call does.
+    keeps_rows: for each of several lists, whether its call leaves rows that see none of its keys to
+      the other calls. The list then lacks tiles of such rows alone. But the first list has those
+      with a row in a slice without keys. None means that no call does.
   """
   keeps_rows = keeps_rows or (False,) * len(needs)
   if not all(x.tile_list_words for x in needs):
@@ -211,7 +212,7 @@ def list_tiles(
     k_lens=np.array(k_lens, np.int32),
     num_slices=np.array(num_slices, np.int32),
     tile_stamps=np.array([x.tile_stamp for x in needs], np.int32),
-    lacks_empty=np.array(keeps_rows, np.int32),
+    lacks=np.array([x and (2 if i == 0 else 1) for i, x in enumerate(keeps_rows)], np.int32),
   )
 
 
