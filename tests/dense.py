@@ -64,35 +64,32 @@ def attention(
   kept, rounded = _arithmetic(dtype)
 
   def operand(x):
-    return rounded(np.asarray(x).astype(kept))
+    return None if x is None else rounded(np.asarray(x).astype(kept))
 
-  head_dim, group, k_len = q.shape[-1], q.shape[1] // k.shape[1], k.shape[0]
-  scale = operand(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+  num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
   q, k, v = (operand(x).transpose(1, 0, 2) for x in (q, k, v))  # [heads, length, dim]
-  k, v = (np.repeat(x, group, axis=0) for x in (k, v))
+  bias, slopes = operand(bias), operand(alibi_slopes)
+  sinks = np.zeros((0, num_heads), kept) if sink is None else np.atleast_2d(operand(sink))
+  dout, dlse = (None, None) if cotangents is None else map(operand, cotangents)
 
-  logits = rounded(rounded(q @ k.transpose(0, 2, 1)) * scale)
-  mask = np.broadcast_to(dense_mask, logits.shape)
-  if bias is not None:
-    bias = operand(bias)
-    logits, mask = rounded(logits + bias), mask & (bias != -np.inf)
-  distances = operand(np.arange(k_len)[None, :] - np.arange(q.shape[1])[:, None])
-  if alibi_slopes is not None:
-    logits = rounded(logits + rounded(operand(alibi_slopes)[:, None, None] * distances))
-  max_logits = np.where(mask, logits, -np.inf).max(axis=(1, 2), initial=-np.inf)
-  if softcap:
-    capped = rounded(np.tanh(rounded(logits / operand(softcap))))
-    logits = rounded(operand(softcap) * capped)
-  sinks = np.zeros((0, len(q)), kept) if sink is None else np.atleast_2d(operand(sink))
-  columns = np.broadcast_to(sinks.T[:, None, :], (*logits.shape[:2], len(sinks)))
-  softmax = MaskedSoftmax(
-    np.concatenate([logits, columns], axis=-1),
-    np.concatenate([mask, columns > -np.inf], axis=-1),
-    rounded,
-  )
-  shown = softmax.probabilities[..., :k_len]
-  out = rounded(shown @ v)
-  results = {"out": out.transpose(1, 0, 2), "lse": softmax.lse.T, "max_logits": max_logits}
+  # One head at a time: its arrays of pairs fit the caches, or at least the memory of one process
+  # of many.
+  heads = []
+  for h in range(num_heads):
+    one = slice(h, h + 1)
+    of_head = {"sinks": sinks[:, one], "slopes": None if slopes is None else slopes[one]}
+    of_head |= {name: _of_head(x, h) for name, x in (("mask", dense_mask), ("bias", bias))}
+    if cotangents is not None:
+      of_head["dout"] = dout[:, one].transpose(1, 0, 2)
+      of_head["dlse"] = None if dlse is None else dlse[:, one].T
+    kv_head = slice(h // group, h // group + 1)
+    scale = operand(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    numbers = {"scale": scale, "softcap": operand(softcap), "rounded": rounded}
+    heads.append(_attention_of_heads(q[one], k[kv_head], v[kv_head], **of_head, **numbers))
+  found = {name: np.concatenate([head[name] for head in heads]) for name in heads[0]}
+
+  results = {"out": found["out"].transpose(1, 0, 2), "lse": found["lse"].T}
+  results["max_logits"] = found["max_logits"]
   if cotangents is None:
     return results
 
@@ -100,26 +97,68 @@ def attention(
     """From `[num_q_heads, k_len, dim]` to `[k_len, num_kv_heads, dim]`."""
     return _summed(x.reshape(-1, group, *x.shape[1:]), (1,), rounded).transpose(1, 0, 2)
 
-  dout, dlse = (None if x is None else operand(x) for x in cotangents)
-  dout = dout.transpose(1, 0, 2)
+  if sink is not None:
+    results["dsink"] = found["dsink"].T.reshape(np.shape(sink))
+  if bias is not None:
+    results["dbias"] = _summed_to(bias.shape, found["dlogits"], rounded)
+  if slopes is not None:
+    results["dslopes"] = found["dslopes"]
+  results["dq"] = found["dq"].transpose(1, 0, 2)
+  return results | {name: summed_by_group(found[name]) for name in ("dk", "dv")}
+
+
+def _of_head(x, h: int) -> np.ndarray | None:
+  """What head `h` has of an array that is broadcast to `[heads, q_len, k_len]`."""
+  if x is None or np.ndim(x) < 3 or x.shape[0] == 1:
+    return x
+  return x[h : h + 1]
+
+
+def _attention_of_heads(
+  q, k, v, *, mask, bias, slopes, sinks, scale, softcap, rounded, dout=None, dlse=None
+) -> dict[str, np.ndarray]:
+  """`attention` of heads in front, each with a kv head of its own."""
+  k_len = k.shape[1]
+  logits = rounded(rounded(q @ k.transpose(0, 2, 1)) * scale)
+  mask = np.broadcast_to(mask, logits.shape)
+  if bias is not None:
+    logits, mask = rounded(logits + bias), mask & (bias != -np.inf)
+  distances = np.arange(k_len)[None, :] - np.arange(q.shape[1])[:, None]
+  distances = rounded(distances.astype(q.dtype))
+  if slopes is not None:
+    logits = rounded(logits + rounded(slopes[:, None, None] * distances))
+  max_logits = np.where(mask, logits, -np.inf).max(axis=(1, 2), initial=-np.inf)
+  if softcap:
+    capped = rounded(np.tanh(rounded(logits / softcap)))
+    logits = rounded(softcap * capped)
+  columns = np.broadcast_to(sinks.T[:, None, :], (*logits.shape[:2], len(sinks)))
+  softmax = MaskedSoftmax(
+    np.concatenate([logits, columns], axis=-1),
+    np.concatenate([mask, columns > -np.inf], axis=-1),
+    rounded,
+  )
+  shown = softmax.probabilities[..., :k_len]
+  results = {"out": rounded(shown @ v), "lse": softmax.lse, "max_logits": max_logits}
+  if dout is None:
+    return results
+
   dshown = np.zeros_like(softmax.probabilities)
   dshown[..., :k_len] = rounded(dout @ v.transpose(0, 2, 1))
-  dlogits = softmax.gradient(dshown, None if dlse is None else dlse.T)
-  if sink is not None:
-    dsink = _summed(dlogits[..., k_len:], (1,), rounded).T
-    results["dsink"] = dsink.reshape(np.shape(sink))
+  dlogits = softmax.gradient(dshown, dlse)
+  if len(sinks):
+    results["dsink"] = _summed(dlogits[..., k_len:], (1,), rounded)
   dlogits = dlogits[..., :k_len]
   if softcap:
-    dlogits = rounded(rounded(dlogits * operand(softcap)) * rounded(1 - capped))
-    dlogits = rounded(rounded(dlogits + rounded(dlogits * capped)) / operand(softcap))
+    dlogits = rounded(rounded(dlogits * softcap) * rounded(1 - capped))
+    dlogits = rounded(rounded(dlogits + rounded(dlogits * capped)) / softcap)
   if bias is not None:
-    results["dbias"] = _summed_to(bias.shape, dlogits, rounded)
-  if alibi_slopes is not None:
+    results["dlogits"] = dlogits
+  if slopes is not None:
     results["dslopes"] = _summed(rounded(dlogits * distances), (1, 2), rounded)
   dscores = rounded(dlogits * scale)
-  results["dq"] = rounded(dscores @ k).transpose(1, 0, 2)
-  results["dk"] = summed_by_group(rounded(dscores.transpose(0, 2, 1) @ q))
-  results["dv"] = summed_by_group(rounded(shown.transpose(0, 2, 1) @ dout))
+  results["dq"] = rounded(dscores @ k)
+  results["dk"] = rounded(dscores.transpose(0, 2, 1) @ q)
+  results["dv"] = rounded(shown.transpose(0, 2, 1) @ dout)
   return results
 
 
