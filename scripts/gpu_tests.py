@@ -334,7 +334,9 @@ def parse() -> argparse.Namespace:
   parser.add_argument("--limit-s", type=float, default=540, help="seconds, without the build (540)")
   processes = max(1, min(14, (os.cpu_count() or 1) - 2))  # They share the GPU's memory.
   parser.add_argument("--processes", type=int, default=processes, help=f"parallel ({processes})")
-  parser.add_argument("--only", default="", help="run the tests and cases whose id contains this")
+  parser.add_argument(
+    "--only", nargs="+", default=[""], help="run the tests and cases whose id contains any of these"
+  )
   parser.add_argument("--again", action="store_true", help="forget earlier results")
   return parser.parse_args()
 
@@ -359,8 +361,12 @@ def main() -> int:
     path.unlink(missing_ok=True)
   print(", ".join([gpus[0], f"JAX {jax_version}", f"{package} (build {results.build})", *kernels]))
   program = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
-  tests = [test for test in collect(ROOT, "-m", "gpu") if options.only in test]
-  sanitizers = [job for job in sanitizer_jobs(program) if options.only in job.tests[0]]
+
+  def is_wanted(name: str) -> bool:
+    return any(text in name for text in options.only)
+
+  tests = [test for test in collect(ROOT, "-m", "gpu") if is_wanted(test)]
+  sanitizers = [job for job in sanitizer_jobs(program) if is_wanted(job.tests[0])]
   print(f"{len(tests)} tests and {len(sanitizers)} sanitizer runs; limit {options.limit_s:.0f} s")
   limits = Limits(options.processes, lambda: time.monotonic() - start_s > options.limit_s)
   status = run_all(tests, sanitizers, results, ROOT, limits)
