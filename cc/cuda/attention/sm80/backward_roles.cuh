@@ -250,6 +250,8 @@ struct RoleLoop {
         block.WriteProbabilities(Info(n), [] { NamedSync(kDoIsReady, kThreads); });
         // Each thread has waited for its copies before it arrives, so Q is complete for the second
         // role, too: an arrival at a barrier is ordered before the end of a wait at the same one.
+        // compute-sanitizer's racecheck reports a race here. It does so, too, if all threads wait
+        // at this barrier (bar.sync), and if another one is for Q alone.
         NamedArrive(kPIsReady, kThreads);
         NamedSync(kFirstRole, kRoleThreads);
         block.AddGradients(Block::kP, block.Do());
