@@ -96,6 +96,13 @@ def test_parts_of_rows_are_all_rows(num_rows, num_parts):
   assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
 
 
+def test_slices_without_keys_belong_to_every_part():
+  """The first part fills the rows of queries that see nothing: all of them, not only its own."""
+  slices = np.array([[2, 9, 0, 5, -7, 7], [3, 12, 0, 0, 0, 0], [0] * 6], np.int32)
+  part = slices_of_queries(slices, 0, 4)
+  np.testing.assert_array_equal(part, [[2, 4, 0, 5, -7, 7], [3, 12, 0, 0, 0, 0], [0] * 6])
+
+
 def test_slices_of_parts_show_the_same():
   mask = AttentionMask.from_ranges(
     [[0, 9], [9, 9], [10, 31], [33, 40]],
