@@ -29,9 +29,14 @@ def _expected(name, **options):
   return on_one_device(_operands(), MASKS[name], **options)
 
 
+_TRANSPORTS = ["two_level", "all_to_all", "all_gather", "ragged"]
+_WAYS = in_turns([1, 0, 2, 4], _TRANSPORTS, [2, 8, 4], every=2)
+
+
 @pytest.mark.parametrize(
   ("overlap_degree", "transport", "ranks_per_node"),
-  in_turns([1, 0, 2, 4], ["two_level", "all_to_all", "all_gather", "ragged"], [2, 8, 4], every=2),
+  # The size of nodes makes no difference to exchanges in one step.
+  [p for p in _WAYS if p.values[1] in ("two_level", "all_gather") or p.values[2] == 8],
 )
 def test_every_degree_and_transport(overlap_degree, transport, ranks_per_node):
   """All masks through one compiled program; documents are packed in some of them."""
