@@ -217,6 +217,17 @@ def test_queries_stay_whole_where_merging_is_slow(transport):
     assert stacked.whole_slices is None
 
 
+def test_queries_between_documents_are_marked_in_whole_plans():
+  """The first stage fills their rows; see `plan_checks`. The first rank has two such ranges."""
+  documents = [[0, 100], [130, 420], [460, 700], [720, 1000]]
+  mask = AttentionMask.from_ranges(documents, documents, [1] * 4, q_len=1024, k_len=1024)
+  options = {"cp_size": 2, "dispatch": "contiguous", "links": MERGING_IS_SLOW}
+  key = magi_attn_flex_key(mask, overlap_degree=(1,), **options)
+  is_marker = (key.whole_slices[..., 3] == 0) & (key.whole_slices[..., 1] > 0)
+  assert key.whole_slices[is_marker][:, :2].tolist() == [[100, 460], [700 - 512, 512]]
+  _check(key, mask)
+
+
 def test_the_order_of_steps_is_the_one_that_finishes_first():
   """Gradients of far keys return while near keys are in use."""
   mask = AttentionMask.from_cu_seqlens(random_documents(1 << 19, 0), causal=True)
