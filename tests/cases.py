@@ -123,3 +123,13 @@ CASES = [
   Case("head_dim_192-value_dim_128", AttentionMask.causal(70), head_dim=192, value_dim=128),
   Case("head_dim_256", AttentionMask.full(70, 90), head_dim=256, value_dim=256),
 ]
+
+
+def random_documents(total, seed, median=3000, largest=0.25):
+  """Cumulative lengths: log-normal, at most a share of the total."""
+  rng = np.random.default_rng(seed)
+  ends = [0]
+  while ends[-1] < total:
+    length = int(np.clip(rng.lognormal(np.log(median), 1.3), 64, largest * total))
+    ends.append(min(ends[-1] + length, total))
+  return ends

@@ -14,7 +14,7 @@ from jax_magi._src.context_parallel.chunks import num_chunks
 from jax_magi._src.context_parallel.dispatch_choice import assign_by_area
 from jax_magi._src.context_parallel.links import Links
 from jax_magi._src.context_parallel.pieces import cut_by_chunks
-from tests.test_cp_plan import random_documents
+from tests.cases import random_documents
 
 
 def _random_units(seed, num_chunks, chunk_size, k_len, ranges=2):

@@ -1,6 +1,5 @@
 """Plans of context parallelism: every pair once, only needed rows, even work."""
 
-import collections
 import itertools
 import tracemalloc
 
@@ -13,8 +12,7 @@ from hypothesis import given, settings
 
 import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
-from jax_magi._src.context_parallel import plan_choice
-from tests.cases import CASES
+from tests.cases import CASES, random_documents
 from tests.plan_checks import execute
 
 DISPATCHES = ("area", "zigzag", "contiguous")
@@ -148,16 +146,6 @@ def test_one_causal_document_is_even():
     assert stats.busiest_share <= 1.0
 
 
-def random_documents(total, seed, median=3000, largest=0.25):
-  """Cumulative lengths: log-normal, at most a share of the total."""
-  rng = np.random.default_rng(seed)
-  ends = [0]
-  while ends[-1] < total:
-    length = int(np.clip(rng.lognormal(np.log(median), 1.3), 64, largest * total))
-    ends.append(min(ends[-1] + length, total))
-  return ends
-
-
 @pytest.mark.parametrize("cp_size", [8, 32, pytest.param(64, marks=pytest.mark.long)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_documents_are_even_and_move_little(cp_size, causal):
@@ -183,20 +171,6 @@ def test_ranks_of_a_node_share_what_crosses():
   even = crossing.sum(axis=1).max() / 8
   assert crossing.max() <= 1.6 * even
   assert key.stats().balance <= 1.06
-
-
-@pytest.mark.parametrize("transport", ["two_level", "all_to_all", "all_gather"])
-def test_predictions(transport):
-  mask = AttentionMask.from_cu_seqlens(random_documents(16 * 1024, 1), causal=True)
-  key = magi_attn_flex_key(mask, cp_size=16, ranks_per_node=4, transport=transport)
-  slow, fast = (key.predict(jax_magi.Links(far=far)) for far in (1e9, 1e12))
-  assert slow.total > fast.total >= fast.kernels > 0
-  assert slow.exposed > 0
-  kept = key.predict(jax_magi.Links(far=1e9), keep_remote_kv=True)
-  assert kept.backward < slow.backward
-  assert kept.forward == slow.forward
-  alone = magi_attn_flex_key(mask, cp_size=1).predict()
-  assert alone.exposed == 0
 
 
 @pytest.mark.parametrize("transport", ["two_level", "all_to_all"])
@@ -226,51 +200,6 @@ def test_queries_between_documents_are_marked_in_whole_plans():
   is_marker = (key.whole_slices[..., 3] == 0) & (key.whole_slices[..., 1] > 0)
   assert key.whole_slices[is_marker][:, :2].tolist() == [[100, 460], [700 - 512, 512]]
   _check(key, mask)
-
-
-def test_the_order_of_steps_is_the_one_that_finishes_first():
-  """Gradients of far keys return while near keys are in use."""
-  mask = AttentionMask.from_cu_seqlens(random_documents(1 << 19, 0), causal=True)
-  options = {"cp_size": 64, "ranks_per_node": 8, "transport": "two_level"}
-  free = magi_attn_flex_key(mask, overlap_degree=(2,), **options)
-  fixed = jax_magi.key_for_new_mask(free, mask, overlap_degree=2, transport="two_level")
-  assert free.capacities.orders[1].stages == (2, 1)
-  assert free.predict().total < 0.98 * fixed.predict().total
-  again = jax_magi.key_for_new_mask(free, mask, transport="two_level")
-  assert again.spec == free.spec
-
-
-def test_the_degree_follows_the_links():
-  mask = AttentionMask.sliding_window(8 * 8192, left=4095)
-  options = {"cp_size": 8, "overlap_degree": "auto"}
-  idle = jax_magi.Links(near=1e15, stage_seconds=(1e-3, 1e-3))
-  assert magi_attn_flex_key(mask, links=idle, **options).spec.overlap_degree == 0
-  slow = jax_magi.Links(near=2e10, latency=0.0, stage_seconds=(0.0, 0.0))
-  key = magi_attn_flex_key(mask, links=slow, **options)
-  assert key.spec.overlap_degree > 0
-  pinned = magi_attn_flex_key(mask, capacities=key.capacities, links=slow, **options)
-  assert pinned.spec == key.spec
-  with pytest.raises(ValueError, match="overlap_degree is 0, but capacities are of"):
-    magi_attn_flex_key(mask, cp_size=8, overlap_degree=0, capacities=key.capacities)
-
-
-def test_degrees_share_what_ranks_need(monkeypatch):
-  """The needs are computed once per dispatch, even if several degrees are tried."""
-  calls = collections.Counter()
-
-  def counted(name):
-    fun = getattr(plan_choice, name)
-
-    def call(*args):
-      calls[name] += 1
-      return fun(*args)
-
-    return call
-
-  for name in ("needs_of", "make_plan"):
-    monkeypatch.setattr(plan_choice, name, counted(name))
-  magi_attn_flex_key(AttentionMask.causal(4096), cp_size=8, overlap_degree=(0, 1, 2))
-  assert calls["make_plan"] == 3 * calls["needs_of"] > 0
 
 
 def test_slices_stay_few():
@@ -303,23 +232,6 @@ def test_plans_are_the_same_every_time():
   assert first.spec == second.spec
   for name in ("q_chunks", "slices", "send_runs", "take_runs", "pairs"):
     jax.tree.map(np.testing.assert_array_equal, getattr(first, name), getattr(second, name))
-
-
-def test_masks_of_a_loader_fall_into_few_buckets():
-  specs = set()
-  for seed in range(20):
-    documents = random_documents(8 * 4096, seed, median=1000)
-    specs.add(magi_attn_varlen_key(documents, causal=True, cp_size=8).spec)
-  assert len(specs) <= 7
-
-
-def test_everyone_needs_everything():
-  key = magi_attn_flex_key(AttentionMask.full(4096), cp_size=8)
-  assert key.stats().transport == "all_gather"
-  assert key.stats().busiest_share == 1.0
-  key = magi_attn_flex_key(AttentionMask.sliding_window(4096, left=100), cp_size=8)
-  assert key.stats().transport == "all_to_all"
-  assert key.stats().share < 0.1
 
 
 def test_capacities_pin_a_bucket():
