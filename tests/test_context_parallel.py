@@ -78,10 +78,13 @@ def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
 
 
 @pytest.mark.parametrize(
-  ("overlap_degree", "transport", "ranks_per_node"),
-  in_turns([2, 4, 1], ["two_level", "all_to_all"], [2, 4], every=2),
+  ("overlap_degree", "transport_and_nodes"),
+  # Exchanges in one step know no nodes.
+  in_turns([2, 4, 1], [("two_level", 2), ("two_level", 4), ("all_to_all", 4)], every=2),
+  ids=str,
 )
-def test_queries_in_one_stage_each(overlap_degree, transport, ranks_per_node):
+def test_queries_in_one_stage_each(overlap_degree, transport_and_nodes):
+  transport, ranks_per_node = transport_and_nodes
   check_all_masks(
     8,
     overlap_degree=(overlap_degree,),

@@ -11,6 +11,7 @@ import jax_magi
 from tests.accuracy import DTYPES, check_close
 from tests.arrays import normals
 from tests.compilation import jit_as_written, promotion, quick_jit
+from tests.cp_runs import NATIVE
 from tests.sizes import in_turns
 
 BATCH, LENGTH, DIM = 3, 40, 16
@@ -53,7 +54,7 @@ def _attention(implementation, options):
   """(out, lse). lse is zero in rows after the query length, where JAX's has no meaning."""
   is_ours = implementation == "ours"
   fun = jax_magi.dot_product_attention if is_ours else jax.nn.dot_product_attention
-  options = options if is_ours else {**options, "implementation": "xla"}
+  options = {**options, "implementation": NATIVE if is_ours else "xla"}
 
   def attention(q, k, v):
     out, lse = fun(q, k, v, return_residual=True, **options)
