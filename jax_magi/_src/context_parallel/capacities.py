@@ -227,15 +227,19 @@ def rounded_rows(rows: Iterable[int], limit: int) -> tuple[int, ...]:
   return tuple(min(round_up(max(int(count), 1)), limit) for count in rows)
 
 
+class NoRoomError(ValueError):
+  """A plan needs more than the capacities."""
+
+
 def check_room(needed: Capacities, have: Capacities) -> None:
-  """Raises a `ValueError` if a mask needs more than the capacities."""
+  """Raises an error if a plan needs more than the capacities."""
   for name in ("slices", "runs", "rows", "whole_rows"):
     need, room = getattr(needed, name), getattr(have, name)
     if need is not None and np.any(np.array(need) > np.array(room)):
-      raise ValueError(f"capacities.{name} must be at least {need} for this mask, got {room}")
+      raise NoRoomError(f"capacities.{name} must be at least {need} for this mask, got {room}")
   for t, (hops, room) in enumerate(zip(needed.hops, have.hops, strict=True)):
     for need, hop in zip(hops, room, strict=True):
       if any(a > b for a, b in zip(need.rows, hop.rows, strict=True)):
-        raise ValueError(
+        raise NoRoomError(
           f"capacities.hops must have room for {need} in transfer {t} for this mask, got {hop}"
         )

@@ -179,7 +179,7 @@ def make_key(
   plan: Plan,
   queries: Dispatch,
   keys: Dispatch,
-  capacities: Capacities | None,
+  capacities: Capacities | None = None,
 ) -> DistAttnKey:
   """Makes a key of a plan, padded to the given capacities or to rounded ones."""
   n, num_transfers = queries.cp_size, plan.num_transfers

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jax_magi._src.arguments import check_choice, check_length
-from jax_magi._src.context_parallel.capacities import TRANSPORTS, Capacities, rounded_rows
+from jax_magi._src.context_parallel.capacities import (
+  TRANSPORTS,
+  Capacities,
+  NoRoomError,
+  rounded_rows,
+)
 from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import DistAttnKey, make_key
@@ -68,19 +74,38 @@ def choose_plan(
   is_free = capacities is None and not isinstance(overlap_degree, (int, np.integer))
   is_whole, orders = None if is_free else False, None
   if capacities is not None:
-    sides = sides[:1]  # Other assignments may exceed the given capacities.
     is_whole, orders = capacities.whole_rows is not None, capacities.orders
+
+  def candidates() -> Iterator[tuple[Plan, Dispatch, Dispatch]]:
+    for queries, keys in sides:
+      needs = needs_of(pieces, queries, keys)
+      for degree in degrees:
+        plan = make_plan(needs, degree, ranks, transport, hops, links, is_whole)
+        plan = plan if orders is None else dataclasses.replace(plan, orders=orders)
+        yield plan, queries, keys
+
+  if capacities is not None:
+    return _first_that_fits(candidates(), capacities)
   best, key = math.inf, None
-  for queries, keys in sides:
-    needs = needs_of(pieces, queries, keys)
-    for degree in degrees:
-      plan = make_plan(needs, degree, ranks, transport, hops, links, is_whole)
-      plan = plan if orders is None else dataclasses.replace(plan, orders=orders)
-      plan, seconds = _scheduled(plan, keys.local_length, links, is_free=is_free)
-      if key is None or seconds < best:
-        best, key = seconds, (plan, queries, keys)
+  for plan, queries, keys in candidates():
+    plan, seconds = _scheduled(plan, keys.local_length, links, is_free=is_free)
+    if key is None or seconds < best:
+      best, key = seconds, (plan, queries, keys)
   assert key is not None
-  return make_key(*key, capacities)
+  return make_key(*key)
+
+
+def _first_that_fits(
+  candidates: Iterable[tuple[Plan, Dispatch, Dispatch]], capacities: Capacities
+) -> DistAttnKey:
+  """The key of the first plan that the capacities have room for. They may be those of another."""
+  errors = []
+  for candidate in candidates:
+    try:
+      return make_key(*candidate, capacities)
+    except NoRoomError as error:
+      errors.append(error)
+  raise errors[0]
 
 
 def _check_degree(degree: Any) -> tuple[int, ...]:
