@@ -23,7 +23,7 @@ def _free_port():
     (2, ["documents:1:all_to_all:1", "full:0:auto:2"]),
     pytest.param(
       4,
-      ["documents:2:two_level:2", "causal:0:two_level:2", "full:1:auto:2", "causal:1:all_to_all:4"],
+      ["documents:2:two_level:2", "full:1:auto:2", "causal:0:all_to_all:4"],
       marks=pytest.mark.long,
     ),
   ],

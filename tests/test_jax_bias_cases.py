@@ -159,10 +159,9 @@ def test_bias_of_one_number_has_no_gradient():
   check_close("dbias", vjp(dout)[0], zero, zero, np.float32)
 
 
-@pytest.mark.parametrize(
-  ("shape", "is_known", "dtype"), in_turns(SHAPES, [False, True], DTYPES, every=2)
-)
-def test_boolean_mask(shape, is_known, dtype):
+@pytest.mark.parametrize(("shape", "is_known"), in_turns(SHAPES, [False, True], every=2))
+def test_boolean_mask(shape, is_known):
+  dtype = list(DTYPES)[(SHAPES.index(shape) + is_known) % len(DTYPES)]
   _check({}, _arrays("gqa", dtype), mask=_bool_mask(shape), is_mask_known=is_known)
 
 
