@@ -146,7 +146,7 @@ def _over_batch(fun: Callable[..., Any], operands: dict[str, Any]) -> Any:
   Not to a single row: without vmap, it takes half the time to trace, and branches stay branches.
   """
   shared, own = _parted(operands)
-  if own["q"].shape[0] > 1:
+  if own["q"].shape[0] != 1:
     return jax.vmap(lambda own: fun(**shared, **own))(own)
   results = fun(**shared, **{name: lax.squeeze(x, (0,)) for name, x in own.items()})
   return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), results)
