@@ -1,8 +1,10 @@
 """jit, vmap, scan, checkpoint, shardings: attention under JAX's transformations."""
 
+import collections
 import contextlib
 import functools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask
+from jax_magi._src.transforms import sharding
 from tests.arrays import assert_trees_close, normals
 from tests.cp_runs import NATIVE
 from tests.sizes import in_turns, name_of
@@ -297,19 +300,37 @@ def test_jit_is_right_where_a_sharding_cannot_be_kept(spec):
   assert_trees_close(jax.jit(_btnh)(*sharded), _btnh_on_one_device(*arrays))
 
 
-@pytest.mark.parametrize("num_axes", [3, 12])
+@pytest.mark.usefixtures("without_kept_programs")
 @pytest.mark.parametrize(
   "spec", [P(("c", "a"), None, "b"), P("b", "a", "c"), P(None, "b", ("a", "c"))], ids=str
 )
-def test_shardings_are_kept_on_meshes_with_many_axes(spec, num_axes):
-  """Trainers have a dozen, most of size 1. To try all orders of so many would not end."""
+def test_shardings_are_kept_on_meshes_with_many_axes(spec, monkeypatch):
+  """The work grows at most linearly with the axes: trainers have a dozen, most of size 1."""
   arrays = _batch(length=32)
-  mesh = _mesh(AxisType.Auto, (2,) * 3 + (1,) * (num_axes - 3), tuple("abcdefghijkl"[:num_axes]))
-  sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
-  compiled = jax.jit(lambda *x: jax_magi.dot_product_attention(*x)).lower(*sharded).compile()
-  assert_trees_close(compiled(*sharded), jax_magi.dot_product_attention(*arrays))
-  kept = NamedSharding(mesh, P(spec[0], None, spec[2]))
-  assert compiled.output_shardings.is_equivalent_to(kept, 4)
+  events = collections.Counter()
+  find_axes = sharding._find_axes
+
+  def observed(mesh, *operands):
+    def count(*_):
+      events[len(mesh.axis_names)] += 1
+
+    sys.setprofile(count)  # Calls and returns, on the thread that XLA calls it from.
+    try:
+      return find_axes(mesh, *operands)
+    finally:
+      sys.setprofile(None)
+
+  monkeypatch.setattr(sharding, "_find_axes", observed)
+  for num_axes in (3, 8, 12):
+    names = tuple("abcdefghijkl"[:num_axes])
+    mesh = _mesh(AxisType.Auto, (2,) * 3 + (1,) * (num_axes - 3), names)
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+    compiled = jax.jit(lambda *x: jax_magi.dot_product_attention(*x)).lower(*sharded).compile()
+    assert_trees_close(compiled(*sharded), jax_magi.dot_product_attention(*arrays))
+    kept = NamedSharding(mesh, P(spec[0], None, spec[2]))
+    assert compiled.output_shardings.is_equivalent_to(kept, 4)
+  assert events[8] <= 8 / 3 * events[3] > 0
+  assert events[12] <= 4 * events[3]
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
