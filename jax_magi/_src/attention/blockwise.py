@@ -143,7 +143,7 @@ def _parted(operands: dict[str, Any]) -> tuple[dict[str, jax.Array], dict[str, j
 def _over_batch(fun: Callable[..., Any], operands: dict[str, Any]) -> Any:
   """Applies vmap over the leading axis of the operands that the batch does not share.
 
-  Not to a single row: without vmap, it takes half the time to trace, and branches stay branches.
+  A single row needs no vmap. Tracing then takes half the time, and a `cond` remains a branch.
   """
   shared, own = _parted(operands)
   if own["q"].shape[0] != 1:

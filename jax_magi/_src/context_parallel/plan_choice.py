@@ -63,7 +63,9 @@ def choose_plan(
   if transport == "two_level" and len(levels_of(transport, ranks)) == 1:
     transport = "all_to_all"  # On one node, or on nodes of one rank, it is the same.
   degrees = _check_degree(overlap_degree)
-  hops = None
+  hops = orders = None
+  is_free = capacities is None and not isinstance(overlap_degree, (int, np.integer))
+  is_whole = None if is_free else False
   if capacities is not None:
     if not isinstance(capacities, Capacities):
       raise ValueError(f"capacities must be Capacities, got {type(capacities).__name__}")
@@ -71,9 +73,6 @@ def choose_plan(
       raise ValueError(f"overlap_degree is {overlap_degree}, but capacities are of {capacities}")
     degrees, hops = (capacities.overlap_degree,), capacities.hops
     transport = _transport_of(capacities, transport, ranks)
-  is_free = capacities is None and not isinstance(overlap_degree, (int, np.integer))
-  is_whole, orders = None if is_free else False, None
-  if capacities is not None:
     is_whole, orders = capacities.whole_rows is not None, capacities.orders
 
   def candidates() -> Iterator[tuple[Plan, Dispatch, Dispatch]]:
@@ -98,7 +97,7 @@ def choose_plan(
 def _first_that_fits(
   candidates: Iterable[tuple[Plan, Dispatch, Dispatch]], capacities: Capacities
 ) -> DistAttnKey:
-  """The key of the first plan that the capacities have room for. They may be those of another."""
+  """The key of the first plan that fits. If none does, the error is that of the first plan."""
   errors = []
   for candidate in candidates:
     try:
