@@ -34,7 +34,7 @@ def _combination(index):
 
 @pytest.mark.parametrize("case", in_turns(CASES[::2], every=4), ids=name_of)
 def test_named_masks(case):
-  """Every other one. `test_cp_plan.py` follows the tables of all, and of every size and degree."""
+  """Half of the masks. `test_cp_plan.py` checks the tables of all, with every size and degree."""
   cp_size, overlap_degree = _combination(CASES.index(case))
   key = magi_attn_flex_key(case.mask, cp_size=cp_size, overlap_degree=overlap_degree)
   inputs = case.make_inputs("f32")
@@ -79,7 +79,7 @@ def test_every_transport_on_nodes(ranks_per_node, transport, overlap_degree):
 
 @pytest.mark.parametrize(
   ("overlap_degree", "transport_and_nodes"),
-  # Exchanges in one step know no nodes.
+  # The size of nodes makes no difference to exchanges in one step.
   in_turns([2, 4, 1], [("two_level", 2), ("two_level", 4), ("all_to_all", 4)], every=2),
   ids=str,
 )

@@ -79,7 +79,7 @@ def test_masks_of_a_loader_fall_into_few_buckets():
 
 @pytest.mark.parametrize("seed", [1, 2, 7])
 def test_a_mask_fits_in_its_own_capacities(seed):
-  """They may be those of another assignment of chunks than the one that is tried first."""
+  """The plan they come from may have another assignment of chunks than the first candidate."""
   documents = random_documents(8 * 4096, seed, median=1000)
   options = {"causal": True, "cp_size": 8, "ranks_per_node": 4}
   key = magi_attn_varlen_key(documents, **options)
