@@ -60,9 +60,12 @@ CASES = (  # Names in tests/sanitizer_cases.py, or beginnings of several: one of
 NOISE = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>", "Extension modules:")
 # Environment variables that choose kernels: results are kept apart. See CONTRIBUTING.md.
 KERNELS = ("JAX_MAGI_TEST_ARCHITECTURE", "JAX_MAGI_SHARED_MEMORY_KB")
-# glibc gives the memory of large arrays back, and gets it anew for the next one. Up to half of the
-# time of a reference in NumPy went to that, and more if many processes do it.
-KEEPS_MEMORY = {
+# For references in NumPy, in many processes. Its threads made a suite take more than twice as long.
+# tests/conftest.py is too late to set their number if a plugin of pytest has imported NumPy. And
+# glibc would give the memory of large arrays back, and get it anew for the next one, which took up
+# to half of the time of a reference.
+FOR_NUMPY = {
+  "OPENBLAS_NUM_THREADS": "1",
   "MALLOC_MMAP_MAX_": "0",
   "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
   "MALLOC_TOP_PAD_": str(64 << 20),
@@ -168,7 +171,7 @@ def environment() -> dict[str, str]:
     "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
     "PYTHONSAFEPATH": "1",  # Without it, the current folder would come first.
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # Several processes share the GPU's memory.
-    **KEEPS_MEMORY,
+    **FOR_NUMPY,
   }
 
 

@@ -62,6 +62,11 @@ def forward_in_clusters():
   jax.clear_caches()
 
 
+def takes_hopper_kernels(q, v):
+  """Whether attention of these operands takes the kernels for Hopper here, rather than others."""
+  return BACKENDS["cuda"].for_attention(q, v).architecture.name == "sm90"
+
+
 def with_gpus(monkeypatch, capabilities, architectures=("sm90",)):
   """The CUDA backend of a build for these architectures, on a machine with these GPUs."""
   gpus = [
