@@ -91,6 +91,22 @@ def document_masks(draw):
   return AttentionMask.from_ranges(ranges, ranges, types, q_len=length, k_len=length)
 
 
+def test_chunks_of_a_causal_document_share_slices():
+  """Own keys have one slice. Those of the other rank are cut where more queries see them."""
+  key = magi_attn_flex_key(
+    AttentionMask.causal(1024), cp_size=2, overlap_degree=1, dispatch=[0, 1, 1, 0, 0, 1, 1, 0]
+  )
+  free = -(2**30), 2**30
+  own = [(0, 512, 0, 512, -(2**30), 0)]
+  others = (
+    [(128, 512, 0, 256, *free), (384, 512, 256, 512, *free)],
+    [(0, 512, 0, 128, *free), (256, 512, 128, 384, *free)],
+  )
+  for tables, of_others in zip(np.asarray(key.slices), others, strict=True):
+    for table, expected in zip(tables, (own, of_others), strict=True):
+      assert [tuple(row) for row in table.tolist() if row[0] < row[1]] == expected
+
+
 @settings(max_examples=100, deadline=None)
 @given(
   mask=document_masks(),
