@@ -48,6 +48,7 @@ from benchmarks.rank_plans import (
 from benchmarks.rank_programs import time_programs
 from jax_magi import Links
 from jax_magi._src.context_parallel.hops import rows_by_link
+from jax_magi._src.context_parallel.key import kernels_of
 from jax_magi._src.context_parallel.predict import predict as predict_pass
 from jax_magi._src.context_parallel.schedule import steps_of
 from jax_magi._src.context_parallel.stats import pair_rows
@@ -248,7 +249,9 @@ def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndar
   """float64 `[ranks, stages, 2]`: the seconds of the kernels of all ranks, from those of a few."""
   for number, areas in enumerate(cell["areas"]):
     planned = key.areas(is_forward=not number)
-    if not all((planned == timed).all(axis=1).any() for timed in np.array(areas)):
+    # A plan of another degree has another number of stages.
+    is_same = planned.shape[1:] == np.shape(areas)[1:]
+    if not is_same or not all((planned == x).all(axis=1).any() for x in np.array(areas)):
       raise ValueError(f"the plan of {cell['mask']} is not the one that was timed: measure anew")
   kernels = [
     np.stack(
@@ -289,7 +292,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       spec.capacities.hops,
       spec.ranks,
       spec.overlap_degree,
-      kernels,
+      kernels_of(key, kernels),
       links(grad_row_bytes),
       spec.capacities.orders,
       keep_remote_kv=keep_remote_kv,

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, overlap
 from jax_magi._src.context_parallel.schedule import (
-  Order,
   num_parts_of,
   orders_of,
   part_of_rows,
@@ -60,18 +59,6 @@ def _check_backward(num_hops, steps):
   assert sorted(returned) == sorted(everything)
   assert fetched == everything
   assert set(computed) == set(range(len(num_hops) + 1))
-
-
-def test_a_stage_around_another_hides_what_that_one_fetches_and_returns():
-  order = Order(stages=(1, 2, 1), parts=(1, 1, 2))
-  kernels, casts, reduces = [], {}, {}
-  for number, step in enumerate(steps_of([1, 2], order, is_backward=True)):
-    kernels.append((step.stage, step.part))
-    casts.update(dict.fromkeys(step.casts, number))
-    reduces.update(dict.fromkeys(step.reduces, number))
-  assert kernels == [(0, 0), (1, 0), (2, 0), (1, 1), (1, 2), (0, 1)]
-  assert casts == {(1, 0): 0, (2, 0): 0, (2, 1): 1}
-  assert reduces == {(2, 1): 3, (2, 0): 4, (1, 0): 5}
 
 
 @pytest.mark.parametrize("num_hops", [[], [1], [1, 1, 1], [2], [1, 2, 2]], ids=str)

@@ -14,9 +14,11 @@ from jax_magi._src.context_parallel.capacities import Capacities, KeySpec, check
 from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import Ranks
 from jax_magi._src.context_parallel.links import Links, check_links
+from jax_magi._src.context_parallel.part_shares import PartShares
 from jax_magi._src.context_parallel.plan import Plan, to_table
 from jax_magi._src.context_parallel.plot import plot_plan
 from jax_magi._src.context_parallel.predict import (
+  Kernels,
   Prediction,
   expansion_seconds,
   predict,
@@ -126,7 +128,7 @@ class DistAttnKey:
       spec.capacities.hops,
       spec.ranks,
       spec.overlap_degree,
-      stage_seconds(*areas, links, is_merged=is_merged),
+      kernels_of(self, stage_seconds(*areas, links, is_merged=is_merged)),
       links,
       spec.capacities.orders,
       keep_remote_kv=keep_remote_kv,
@@ -312,3 +314,17 @@ def with_capacities(key: DistAttnKey, capacities: Capacities) -> DistAttnKey:
     whole_runs=None if key.whole_runs is None else fill_runs(key.whole_runs),
     spec=dataclasses.replace(key.spec, capacities=capacities),
   )
+
+
+def kernels_of(key: DistAttnKey, seconds: np.ndarray) -> tuple[Kernels, Kernels]:
+  """The kernels of both passes of a known key, if they take these seconds `[ranks, stages, 2]`."""
+  spec, is_whole = key.spec, key.whole_slices is not None
+  own = [spec.k_local] * bool(spec.overlap_degree)
+  lengths = [spec.q_local] * seconds.shape[1], [*own, *spec.capacities.rows]
+  tables = key.whole_slices if is_whole else key.slices, key.slices
+  shares = (
+    PartShares.of_tables(np.asarray(known_value(table)), length, is_backward=bool(number))
+    for number, (table, length) in enumerate(zip(tables, lengths, strict=True))
+  )
+  forward, backward = (Kernels(seconds[..., i], share) for i, share in enumerate(shares))
+  return forward, backward

@@ -54,8 +54,8 @@ def _merged_along(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Merges along the axis whose ranges begin in column `near`; `far` is the other axis.
 
-  Neighbours have the same band, and the same range of the other axis, or one ends before the other
-  and its band hides the rest: so do causal queries and those before them.
+  One band must fit both. Their ranges of the other axis begin together, and end together, or the
+  band hides the rest: causal queries do not see the keys of those after them.
   """
   order = np.lexsort((s[:, near], s[:, far + 1], s[:, far], group))
   group, s = group[order], s[order]
@@ -83,7 +83,7 @@ def _merged_along(
 
 
 def _hides_rest(s: np.ndarray, union: np.ndarray, far: int) -> np.ndarray:
-  """Whether the band of the union hides what is behind the end of a slice along axis `far`."""
+  """Whether the band of the union hides what is beyond the end of a slice along axis `far`."""
   last = s[:, K_END] - s[:, Q_END]  # Of the slice's last key and query.
   return union[:, HI] <= last if far == K_BEGIN else union[:, LO] >= last
 

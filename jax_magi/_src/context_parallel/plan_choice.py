@@ -20,14 +20,17 @@ from jax_magi._src.context_parallel.chunks import Dispatch
 from jax_magi._src.context_parallel.hops import ALL, Ranks
 from jax_magi._src.context_parallel.key import DistAttnKey, make_key
 from jax_magi._src.context_parallel.links import Links
+from jax_magi._src.context_parallel.part_shares import PartShares
 from jax_magi._src.context_parallel.pieces import ChunkPieces, needs_of
 from jax_magi._src.context_parallel.plan import Plan, make_plan
 from jax_magi._src.context_parallel.predict import (
-  best_orders,
+  Kernels,
+  best_order,
   expansion_seconds,
   predict,
   stage_seconds,
 )
+from jax_magi._src.context_parallel.schedule import Order
 from jax_magi._src.context_parallel.transport import levels_of
 
 # Degrees that "auto" chooses from.
@@ -87,7 +90,9 @@ def choose_plan(
     return _first_that_fits(candidates(), capacities)
   best, key = math.inf, None
   for plan, queries, keys in candidates():
-    plan, seconds = _scheduled(plan, keys.local_length, links, is_free=is_free)
+    plan, seconds = _scheduled(
+      plan, queries.local_length, keys.local_length, links, is_free=is_free
+    )
     if key is None or seconds < best:
       best, key = seconds, (plan, queries, keys)
   assert key is not None
@@ -120,30 +125,43 @@ def _check_degree(degree: Any) -> tuple[int, ...]:
   return (check_length("overlap_degree", degree),)
 
 
-def _scheduled(plan: Plan, k_local: int, links: Links, *, is_free: bool) -> tuple[Plan, float]:
+def _scheduled(
+  plan: Plan, q_local: int, k_local: int, links: Links, *, is_free: bool
+) -> tuple[Plan, float]:
   """The plan with its predicted time. If it is free, with the best stages and orders of steps."""
   choices = [plan]
   if is_free and plan.whole is not None:
     choices.append(dataclasses.replace(plan, whole=None))
-  best, found = math.inf, plan
+  is_ordered = is_free and plan.overlap_degree and plan.ranks.count > 1
 
   def buffers(num_rows: np.ndarray) -> tuple[int, ...]:
     return rounded_rows(num_rows.max(axis=0, initial=0), k_local * plan.ranks.count)
 
+  def order_of(number: int) -> Order:
+    expanded = None if expansion is None else expansion[:, number]
+    return best_order(plan.hops, plan.ranks, kernels[number], links, number, expanded)
+
+  own, rows = k_local if plan.overlap_degree else 0, buffers(plan.num_rows)
+  of_keys = PartShares(*plan.slices, (own, *rows) if own else rows, is_backward=True)
+  best, found, backward = math.inf, plan, None
   for choice in choices:
-    areas = plan.areas() if choice.whole is None else choice.whole.areas(), plan.areas()
+    slices, areas, whole_rows = plan.slices, plan.areas(), None
+    if choice.whole is not None:
+      slices, areas = choice.whole.slices, choice.whole.areas()
+      whole_rows = buffers(choice.whole.num_rows)
     is_merged = choice.whole is None and bool(plan.overlap_degree)
-    kernels = stage_seconds(*areas, links, is_merged=is_merged)
-    whole_rows = None if choice.whole is None else buffers(choice.whole.num_rows)
-    own = k_local if plan.overlap_degree else 0
-    expansion = expansion_seconds(own, buffers(plan.num_rows), whole_rows, links)
-    if is_free and plan.overlap_degree and plan.ranks.count > 1:
-      orders = best_orders(plan.hops, plan.ranks, kernels, links, expansion)
-      choice = dataclasses.replace(choice, orders=orders)
+    seconds = stage_seconds(areas, plan.areas(), links, is_merged=is_merged)
+    of_queries = PartShares(*slices, [q_local] * plan.num_stages, is_backward=False)
+    kernels = Kernels(seconds[..., 0], of_queries), Kernels(seconds[..., 1], of_keys)
+    expansion = expansion_seconds(own, rows, whole_rows, links)
+    if is_ordered:
+      # The backward pass is the same for all choices.
+      backward = backward or order_of(1)
+      choice = dataclasses.replace(choice, orders=(order_of(0), backward))
     arguments = plan.hops, plan.ranks, plan.overlap_degree, kernels, links, choice.orders
-    seconds = predict(*arguments, expansion=expansion).total
-    if seconds < best:
-      best, found = seconds, choice
+    total = predict(*arguments, expansion=expansion).total
+    if total < best:
+      best, found = total, choice
   return found, best
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_magi._src.context_parallel.hops import ALL, NODE, Hop, Ranks, rows_by_link
 from jax_magi._src.context_parallel.links import FORWARD_SHARE, Links
+from jax_magi._src.context_parallel.part_shares import PartShares
 from jax_magi._src.context_parallel.schedule import (
   Order,
   Step,
@@ -46,11 +47,24 @@ class Prediction:
     return self.total - self.kernels
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+  """The kernels of one pass.
+
+  Attributes:
+    seconds: float64 `[ranks, stages]`, the seconds of each kernel.
+    shares: the shares of the parts of a kernel.
+  """
+
+  seconds: np.ndarray
+  shares: PartShares
+
+
 def predict(
   hops: Sequence[Sequence[Hop]],
   ranks: Ranks,
   overlap_degree: int,
-  kernels: np.ndarray,
+  kernels: tuple[Kernels, Kernels],
   links: Links,
   orders: tuple[Order | None, Order | None] = (None, None),
   *,
@@ -63,7 +77,7 @@ def predict(
     hops: the hops of each transfer.
     ranks: the ranks of the axis.
     overlap_degree: as in the key.
-    kernels: float64 `[ranks, stages, 2]`, the seconds of each kernel, forward and backward.
+    kernels: the kernels of the forward and the backward pass.
     links: the speeds of links and kernels.
     orders: the orders of steps, forward and backward.
     keep_remote_kv: whether the backward pass fetches nothing.
@@ -79,7 +93,7 @@ def predict(
     else:
       steps = _steps_of_one_call(hops[0] if ranks.count > 1 else (), number, keep_remote_kv)
     own = None if expansion is None else expansion[:, number]
-    results.append(pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number, own))
+    results.append(pass_seconds(steps, hops, ranks, kernels[number], links, number, own))
   (forward, forward_kernels), (backward, backward_kernels) = results
   return Prediction(forward, backward, forward_kernels + backward_kernels)
 
@@ -92,38 +106,35 @@ def _steps_of_one_call(hops: Sequence[Hop], number: int, keep_remote_kv: bool) -
   return [*fetch, Step(0, 0), *back]
 
 
-def best_orders(
+def best_order(
   hops: Sequence[Sequence[Hop]],
   ranks: Ranks,
-  kernels: np.ndarray,
+  kernels: Kernels,
   links: Links,
+  number: int,
   expansion: np.ndarray | None = None,
-) -> tuple[Order, Order]:
-  """The orders of steps with which the two passes are predicted to finish first.
+) -> Order:
+  """The order of steps with which a pass is predicted to finish first.
 
-  The arguments are those of `predict`, for a plan with stages.
+  The arguments are those of `pass_seconds`, for a plan with stages.
   """
   counts = [len(path) for path in hops]
-  best = []
-  for number in range(2):
-    default, *others = orders_of(counts, is_backward=bool(number))
+  default, *others = orders_of(counts, is_backward=bool(number))
 
-    def seconds(order: Order, number: int = number) -> float:
-      steps = steps_of(counts, order, is_backward=bool(number))
-      own = None if expansion is None else expansion[:, number]
-      return pass_seconds(steps, hops, ranks, kernels[:, :, number], links, number, own)[0]
+  def seconds(order: Order) -> float:
+    steps = steps_of(counts, order, is_backward=bool(number))
+    return pass_seconds(steps, hops, ranks, kernels, links, number, expansion)[0]
 
-    least, order = min(((seconds(order), i) for i, order in enumerate(others)), default=(0.0, 0))
-    is_better = others and least < _WORTH_AN_ORDER * seconds(default)
-    best.append(others[order] if is_better else default)
-  return best[0], best[1]
+  least, order = min(((seconds(order), i) for i, order in enumerate(others)), default=(0.0, 0))
+  is_better = others and least < _WORTH_AN_ORDER * seconds(default)
+  return others[order] if is_better else default
 
 
 def pass_seconds(
   steps: Sequence[Step],
   hops: Sequence[Sequence[Hop]],
   ranks: Ranks,
-  kernels: np.ndarray,
+  kernels: Kernels,
   links: Links,
   number: int,
   expansion: np.ndarray | None = None,
@@ -134,7 +145,7 @@ def pass_seconds(
     steps: the steps of the pass.
     hops: as in `predict`.
     ranks: as in `predict`.
-    kernels: float64 `[ranks, stages]`, the seconds of each kernel.
+    kernels: the kernels of the pass.
     links: as in `predict`.
     number: 0 for the forward pass, 1 for the backward pass.
     expansion: float64 `[stages]`, the seconds of `expand`; None without expansion.
@@ -149,15 +160,16 @@ def pass_seconds(
 
 
 def _kernel_seconds(
-  steps: Sequence[Step], step: Step, kernels: np.ndarray, links: Links, number: int
+  steps: Sequence[Step], step: Step, kernels: Kernels, links: Links, number: int
 ) -> np.ndarray:
   """`[ranks]`: the seconds of the kernel of a step. Each part of a divided kernel costs extra."""
   if step.stage < 0:
-    return np.zeros(len(kernels))
+    return np.zeros(len(kernels.seconds))
+  besides, seconds = links.stage_seconds[number], kernels.seconds[:, step.stage]
   num_parts = num_parts_of(steps, step.stage)
-  besides = links.stage_seconds[number]
-  kernel = kernels[:, step.stage]
-  return np.where(kernel > 0, np.maximum(kernel - besides, 0.0) / num_parts + besides, 0.0)
+  share = kernels.shares.share(step.stage, step.part, num_parts, len(seconds))
+  is_there = (seconds > 0) & (share > 0)
+  return np.where(is_there, np.maximum(seconds - besides, 0.0) * share + besides, 0.0)
 
 
 class _Timeline:
@@ -211,7 +223,7 @@ class _Timeline:
 def stage_seconds(
   forward_area: np.ndarray, backward_area: np.ndarray, links: Links, *, is_merged: bool
 ) -> np.ndarray:
-  """The seconds of kernels for `predict`, float64 `[ranks, stages, 2]`.
+  """The seconds of kernels, float64 `[ranks, stages, 2]`.
 
   Args:
     forward_area: `[ranks, stages]`, the visible pairs of the stages of the forward pass.

@@ -22,12 +22,6 @@ before the first kernel. XLA also keeps only one transfer in flight, or two with
 options, so each transfer needs a kernel to overlap with. If there are more transfers than kernels,
 kernels are divided: the one over a rank's own keys, which needs no transfer, and, in the backward
 pass, those during which keys arrive and gradients leave.
-
-The planner may choose another order. A stage with most of the work can hide what another one
-fetches, and later the gradients that it returns:
-
-    kernel     | own, 1st part | stage 1, 1st | stage 2 | stage 1, 2nd | own, 2nd part |
-    transfer   | keys 1        | keys 2       |         | gradients 2  | gradients 1   |
 """
 
 from __future__ import annotations
@@ -107,9 +101,8 @@ class Order:
   """The order of the steps of a pass. It affects only the speed, not the results.
 
   Attributes:
-    stages: the stages with a transfer, in the order of their kernels. A stage is there twice if
-      other kernels run between the parts of its kernel.
-    parts: the number of kernels at each of these places. Stages are divided to hide transfers.
+    stages: the stages with a transfer, in the order of their kernels.
+    parts: the number of parts into which each of these kernels is divided, to hide transfers.
     own: for each step before these kernels, and then for each step after them, whether a part of
       the kernel over the rank's own keys runs in it. Empty means all of them.
   """
@@ -130,11 +123,6 @@ def default_order(num_hops: Sequence[int], *, is_backward: bool = False) -> Orde
   return Order(tuple(stages), tuple(parts))
 
 
-def _stages_of_slots(order: Order) -> list[int]:
-  """The stage of each kernel, from the first kernel of a stage with a transfer on."""
-  return [stage for stage, n in zip(order.stages, order.parts, strict=True) for _ in range(n)]
-
-
 def _casts(
   num_hops: Sequence[int], order: Order, taken: set[tuple[int, int]]
 ) -> list[tuple[int, tuple[int, int]]]:
@@ -144,9 +132,10 @@ def _casts(
   each kind of link, because each kind carries one transfer at a time.
   """
   found = []
-  stages = _stages_of_slots(order)
-  for stage in sorted(set(stages), key=stages.index, reverse=True):
-    slot = stages.index(stage)
+  begin = sum(order.parts)
+  for stage, parts in zip(reversed(order.stages), reversed(order.parts), strict=True):
+    begin -= parts
+    slot = begin
     for hop in reversed(range(num_hops[stage - 1])):
       slot -= 1
       while (slot, hop - num_hops[stage - 1]) in taken:
@@ -161,8 +150,10 @@ def _reduces(
 ) -> list[tuple[int, tuple[int, int]]]:
   """(slot, (stage, hop)) of returning gradients, each as early as possible."""
   found = []
-  last_slots = {stage: slot for slot, stage in enumerate(_stages_of_slots(order))}
-  for stage, slot in sorted(last_slots.items(), key=lambda item: item[1]):
+  end = 0
+  for stage, parts in zip(order.stages, order.parts, strict=True):
+    end += parts
+    slot = end - 1
     for hop in reversed(range(num_hops[stage - 1])):
       slot += 1
       while (slot, hop - num_hops[stage - 1]) in taken:
@@ -191,8 +182,7 @@ def steps_of(
   taken: set[tuple[int, int]] = set()
   casts = _casts(num_hops, order, taken) if is_fetching else []
   reduces = _reduces(num_hops, order, taken) if is_backward else []
-  stages = _stages_of_slots(order)
-  kernels = [(stage, stages[:slot].count(stage)) for slot, stage in enumerate(stages)]
+  kernels = [(s, part) for s, n in zip(order.stages, order.parts, strict=True) for part in range(n)]
   slots = [slot for slot, _ in casts + reduces]
   before = range(min([0, *slots]), 0)
   after = range(len(kernels), max([len(kernels) - 1, *slots]) + 1)
@@ -219,10 +209,7 @@ def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
   found = [default]
   if is_backward and len(num_hops) > 1:
     # Reverse order: the gradients of the first stages computed return during the later ones.
-    stages, reverse = default.stages, default.stages[::-1]
-    # And around the others, the parts of one stage hide what they fetch and what they return.
-    places = (reverse, (*stages, stages[0]), (*reverse, reverse[0]))
-    found += [Order(order, (1,) * len(order)) for order in places]
+    found.append(Order(default.stages[::-1], (1,) * len(num_hops)))
   for order in tuple(found):
     for i, parts in enumerate(order.parts):
       more = (*order.parts[:i], parts + 1, *order.parts[i + 1 :])
