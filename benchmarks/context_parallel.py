@@ -176,6 +176,7 @@ def time_ranks(kernels: Kernels, key: jax_magi.DistAttnKey) -> dict[str, Any]:
   )
   return {
     "degree": key.spec.overlap_degree,
+    "orders": str(capacities.orders),
     "areas": [area[ranks].tolist() for area in areas],
     "forward": forward,
     "backward": backward,
@@ -251,6 +252,7 @@ def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndar
     planned = key.areas(is_forward=not number)
     # A plan of another degree has another number of stages.
     is_same = planned.shape[1:] == np.shape(areas)[1:]
+    is_same &= cell.get("orders") in (None, str(key.spec.capacities.orders))
     if not is_same or not all((planned == x).all(axis=1).any() for x in np.array(areas)):
       raise ValueError(f"the plan of {cell['mask']} is not the one that was timed: measure anew")
   kernels = [

@@ -68,7 +68,7 @@ def compile_step(devices, key, rows):
 
 def main(degree, transport, mask, local, kinds):
   devices = gpu_program.find_devices(1, GPUS)
-  key = gpu_program.make_key(1, GPUS, int(degree), transport, mask, int(local))
+  key = gpu_program.make_key(1, GPUS, degree, transport, mask, int(local))
   for rows in kinds.split(","):
     print(compile_step(devices, key, rows).as_text())
 

@@ -3,18 +3,19 @@
 python -m tests.gpu_program NODES GPUS DEGREE TRANSPORT MASK ACTION [LOCAL_LENGTH] [OPTION=VALUE..]
 
 NODES x GPUS ranks share a mesh axis; `1 8 2 all_gather full print` is for eight GPUs of one node.
-DEGREE is an overlap degree. MASK is documents, full, window, or neighbours: a window to both sides,
-with the sequence in order. ACTION is print; barrier, to print a program with kernel barriers;
-bfloat16, with gradients that travel so; keep, with keys that stay; or run, with one GPU. Each of
-these four may be a list: `2,4 two_level window,full print` makes two programs, in turns, and lists
-of one value serve all. Options go to XLA as compiler options, with values true, false or a number.
-The key's plan goes to stderr.
+DEGREE is an overlap degree, or the stages of the backward pass in their order: 1-2-1. MASK is
+documents, full, window, or neighbours: a window to both sides, with the sequence in order. ACTION
+is print; barrier, to print a program with kernel barriers; bfloat16, with gradients that travel so;
+keep, with keys that stay; or run, with one GPU. Each of these four may be a list: `2,4 two_level
+window,full print` makes two programs, in turns, and lists of one value serve all. Options go to XLA
+as compiler options, with values true, false or a number. The key's plan goes to stderr.
 
 On a machine without a GPU, JAX's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt) compiles alone,
 with a ptxas in the PATH: where there is none, that of JAX 0.12 crashes.
 When the program runs, kernels are real, but collectives move nothing: results mean nothing.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_magi
 from jax_magi import AttentionMask, overlap
+from jax_magi._src.context_parallel.schedule import Order
 from tests.machine import HAS_GPU
 
 # The description of the target GPU, for machines that have none.
@@ -80,17 +82,24 @@ def make_mask(name: str, length: int) -> AttentionMask:
 
 
 def make_key(
-  nodes: int, gpus: int, degree: int, transport: str, mask: str, local: int
+  nodes: int, gpus: int, degree: str, transport: str, mask: str, local: int
 ) -> jax_magi.DistAttnKey:
-  """The plan of the program."""
-  return jax_magi.magi_attn_flex_key(
-    make_mask(mask, nodes * gpus * local),
-    cp_size=nodes * gpus,
-    overlap_degree=degree,
-    transport=transport,
-    ranks_per_node=gpus,
-    dispatch="contiguous" if mask == "neighbours" else "area",
-  )
+  """The plan of the program. The degree may be an order of stages."""
+  stages = tuple(map(int, degree.split("-")))
+  options = {
+    "cp_size": nodes * gpus,
+    "overlap_degree": max(stages),
+    "transport": transport,
+    "ranks_per_node": gpus,
+    "dispatch": "contiguous" if mask == "neighbours" else "area",
+  }
+  whole = make_mask(mask, nodes * gpus * local)
+  key = jax_magi.magi_attn_flex_key(whole, **options)
+  if len(stages) == 1:
+    return key
+  orders = None, Order(stages, (1,) * len(stages))
+  capacities = dataclasses.replace(key.capacities, orders=orders)
+  return jax_magi.magi_attn_flex_key(whole, capacities=capacities, **options)
 
 
 def compile_step(devices: list, key: jax_magi.DistAttnKey, action: str, options: dict) -> Any:
@@ -150,7 +159,7 @@ def main(nodes: int, gpus: int, programs: list[tuple[str, ...]], local: int, **m
   devices = find_devices(nodes, gpus)
   options = {**overlap.recommended_flags(), **more}
   for degree, transport, mask, action in programs:
-    key = make_key(nodes, gpus, int(degree), transport, mask, local)
+    key = make_key(nodes, gpus, degree, transport, mask, local)
     print(key, file=sys.stderr)
     compiled, *operands = compile_step(devices, key, action, options)
     if action == "run":

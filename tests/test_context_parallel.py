@@ -1,5 +1,6 @@
 """Attention split over ranks equals that of one device."""
 
+import dataclasses
 import itertools
 import re
 import subprocess
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
 from jax_magi._src.attention import checks
+from jax_magi._src.context_parallel.schedule import Order
 from jax_magi._src.native.backends import CUDA
 from tests.accuracy import DTYPES, check_results, expected_results, make_inputs
 from tests.cases import CASES
@@ -153,6 +155,19 @@ def test_other_orders(dispatch):
   inputs = make_inputs(np.random.default_rng(2), np.float32, LENGTH, LENGTH, 2, 1, 16, 16)
   key = magi_attn_flex_key(mask, cp_size=3, dispatch=dispatch)
   check_results(run(inputs, key, make_mesh(cp=3)), inputs, mask)
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "two_level"])
+def test_a_stage_whose_parts_run_around_another(transport):
+  mask = MASKS["causal"]
+  inputs = make_inputs(np.random.default_rng(6), np.float32, LENGTH, LENGTH, 4, 2, 16, 16)
+  options = {"cp_size": 8, "overlap_degree": 2, "transport": transport, "ranks_per_node": 4}
+  capacities = magi_attn_flex_key(mask, **options).capacities
+  orders = None, Order(stages=(1, 2, 1), parts=(1, 1, 2), cuts=((9,), (3, 15), ()))
+  capacities = dataclasses.replace(capacities, orders=orders)
+  key = magi_attn_flex_key(mask, capacities=capacities, **options)
+  assert key.capacities == capacities
+  check_results(run(inputs, key, make_mesh(cp=8)), inputs, mask)
 
 
 def test_options_and_kept_keys():

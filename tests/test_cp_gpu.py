@@ -30,7 +30,7 @@ def _programs(nodes, degrees, transports, masks, actions="print"):
   texts = re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]
   for program, text in zip(gpu_program.programs_of(*lists), texts, strict=True):
     degree, transport, mask, action = program
-    key = gpu_program.make_key(nodes, GPUS, int(degree), transport, mask, LOCAL)
+    key = gpu_program.make_key(nodes, GPUS, degree, transport, mask, LOCAL)
     yield key, text, action
 
 
@@ -79,9 +79,10 @@ def _check(key, text, action):
   _check_links(key, exchanges, action)
   fetching = action != "keep"
   num_hops = [len(hops) for hops in key.capacities.hops]
+  forward, backward = key.capacities.orders
   steps = {
-    "forward": steps_of(num_hops),
-    "backward": steps_of(num_hops, is_fetching=fetching, is_backward=True),
+    "forward": steps_of(num_hops, forward),
+    "backward": steps_of(num_hops, backward, is_fetching=fetching, is_backward=True),
   }
   for direction, expected in steps.items():
     calls = re.findall(f'custom_call_target="jax_magi_attention_{direction}', text)
@@ -111,8 +112,9 @@ def _check_links(key, exchanges, action):
     assert moved == stats.levels[level].padded_rows
 
 
-# The number of nodes, and degree, transport and mask of programs that one process compiles. Each
-# transport occurs with each number of nodes, and with each degree. Masks and degrees take turns.
+# The number of nodes, and degree, transport and mask of programs that one process compiles, as in
+# `gpu_program`. Each transport occurs with each number of nodes, and with each degree. Masks and
+# degrees take turns.
 CASES = [
   (2, ["2 two_level documents"]),
   # The cases from here on are long.
@@ -120,6 +122,7 @@ CASES = [
     2,
     [
       "4 two_level window",
+      "1-2-1 two_level documents",
       "1 two_level full",
       "1 all_to_all documents",
       "2 all_to_all window",
@@ -153,7 +156,7 @@ def test_exchanges_are_those_of_the_plan_beside_attention(nodes, programs):
 
 
 @pytest.mark.parametrize(
-  ("mask", "nodes", "degree"), in_turns(["documents", "window", "full"], [1, 2, 4], [1, 2, 4])
+  ("mask", "nodes", "degree"), in_turns(["documents", "window", "full"], [1, 2, 4], "124")
 )
 def test_auto_is_one_of_these(mask, nodes, degree):
   """Programs of its transport and of its mask are among those above."""

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import jax_magi
 from jax_magi import AttentionMask, overlap
 from jax_magi._src.context_parallel.schedule import (
+  WHOLE,
+  Order,
   num_parts_of,
   orders_of,
   part_of_rows,
@@ -61,6 +63,18 @@ def _check_backward(num_hops, steps):
   assert set(computed) == set(range(len(num_hops) + 1))
 
 
+def test_a_stage_around_another_hides_what_that_one_fetches_and_returns():
+  order = Order(stages=(1, 2, 1), parts=(1, 1, 2))
+  kernels, casts, reduces = [], {}, {}
+  for number, step in enumerate(steps_of([1, 2], order, is_backward=True)):
+    kernels.append((step.stage, step.part))
+    casts.update(dict.fromkeys(step.casts, number))
+    reduces.update(dict.fromkeys(step.reduces, number))
+  assert kernels == [(0, 0), (1, 0), (2, 0), (1, 1), (1, 2), (0, 1)]
+  assert casts == {(1, 0): 0, (2, 0): 0, (2, 1): 1}
+  assert reduces == {(2, 1): 3, (2, 0): 4, (1, 0): 5}
+
+
 @pytest.mark.parametrize("num_hops", [[], [1], [1, 1, 1], [2], [1, 2, 2]], ids=str)
 def test_a_forward_pass_fetches_everything_in_time(num_hops):
   default, *others = orders_of(num_hops, is_backward=False)
@@ -87,13 +101,27 @@ def _check_forward(num_hops, steps):
   return computed
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 127, 255, 256, 1000, 8192])
-@pytest.mark.parametrize("num_parts", [1, 2, 3])
-def test_parts_of_rows_are_all_rows(num_rows, num_parts):
-  parts = [part_of_rows(num_rows, part, num_parts) for part in range(num_parts)]
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 127, 255, 256, 1000, 1024, 8192])
+@pytest.mark.parametrize("cuts", [(), (12,), (3,), (8, 16), (3, 6, 9, 12, 15, 18, 21)], ids=str)
+def test_parts_of_rows_are_all_rows(num_rows, cuts):
+  parts = [part_of_rows(num_rows, part) for part in itertools.pairwise((0, *cuts, WHOLE))]
   assert parts[0][0] == 0
   assert parts[-1][1] == num_rows
   assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
+  if num_rows >= 1024:
+    assert all(begin < end and begin % 128 == 0 for begin, end in parts)
+
+
+def test_rows_are_divided_where_an_order_says_so():
+  order = Order(stages=(1, 2, 1), parts=(1, 1, 1), cuts=((9,), (6,), ()))
+  steps = steps_of([1, 1], order, is_backward=True)
+  rows = {(step.stage, step.part): step.rows for step in steps}
+  assert rows == {
+    (0, 0): (0, 9), (1, 0): (0, 6), (2, 0): (0, 24), (1, 1): (6, 24), (0, 1): (9, 24)
+  }  # fmt: skip
+  # Without a fetch, the own kernel is whole, and its cut is not used.
+  steps = steps_of([1, 1], order, is_backward=True, is_fetching=False)
+  assert [step.rows for step in steps if step.stage == 0] == [(0, 24)]
 
 
 def test_slices_without_keys_belong_to_every_part():

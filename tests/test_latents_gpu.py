@@ -26,7 +26,7 @@ def test_rows_are_on_the_wire_as_they_are(degree, transport, mask, rows):
   assert 30 * gpu_latents.WIDTHS["latents"] <= gpu_latents.WIDTHS["expanded"]
   text = run_compiler("tests.gpu_latents", degree, transport, mask, str(LOCAL), rows)
   programs = re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]
-  key = gpu_program.make_key(1, gpu_latents.GPUS, int(degree), transport, mask, LOCAL)
+  key = gpu_program.make_key(1, gpu_latents.GPUS, degree, transport, mask, LOCAL)
   for kind, program in zip(rows.split(","), programs, strict=True):
     schedule = overlap.schedule_of(program)
     assert overlap.faults_of(schedule) == []

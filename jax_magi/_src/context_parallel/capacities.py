@@ -205,21 +205,26 @@ def rounded(needed: Capacities, chunks_of_rank: int, k_local: int, cp_size: int)
   """
   floor = 2 * chunks_of_rank  # Puts the simplest masks into one bucket.
   limit = cp_size * k_local
-
-  def hop(hop: Hop) -> Hop:
-    if hop.kind == "all_gather":
-      return hop
-    rows = tuple(min(padded_rows(hop.level, size), limit) for size in hop.rows)
-    return dataclasses.replace(hop, rows=rows)
-
   return dataclasses.replace(
     needed,
     slices=round_up(max(needed.slices, floor)),
     rows=rounded_rows(needed.rows, limit),
     whole_rows=None if needed.whole_rows is None else rounded_rows(needed.whole_rows, limit),
     runs=round_up(max(needed.runs, floor)),
-    hops=tuple(tuple(map(hop, hops)) for hops in needed.hops),
+    hops=rounded_hops(needed.hops, limit),
   )
+
+
+def rounded_hops(hops: Iterable[Iterable[Hop]], limit: int) -> tuple[tuple[Hop, ...], ...]:
+  """Rounds the rows of each transfer's hops up, but not above the number of all rows."""
+
+  def rounded_hop(hop: Hop) -> Hop:
+    if hop.kind == "all_gather":
+      return hop
+    rows = tuple(min(padded_rows(hop.level, size), limit) for size in hop.rows)
+    return dataclasses.replace(hop, rows=rows)
+
+  return tuple(tuple(map(rounded_hop, path)) for path in hops)
 
 
 def rounded_rows(rows: Iterable[int], limit: int) -> tuple[int, ...]:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jax_magi._src.context_parallel.schedule import part_of_rows
+from jax_magi._src.context_parallel.schedule import WHOLE, part_of_rows
 from jax_magi._src.masks.slices import K_BEGIN, Q_BEGIN, area_of
+
+_EIGHTH = WHOLE // 8
 
 
 class PartShares:
@@ -32,7 +34,8 @@ class PartShares:
     self._slices, self._lengths = slices, lengths
     self._of_stage = [np.flatnonzero(stages == stage) for stage in range(len(lengths))]
     self._column = K_BEGIN if is_backward else Q_BEGIN
-    self._found: dict[tuple[int, int, int], np.ndarray] = {}
+    self._found: dict[tuple[int, tuple[int, int]], np.ndarray] = {}
+    self._profiles: dict[int, np.ndarray] = {}
 
   @classmethod
   def of_tables(
@@ -43,18 +46,35 @@ class PartShares:
     group = np.repeat(np.arange(count), tables.shape[2])
     return cls(group, tables.reshape(-1, 6).astype(np.int64), lengths, is_backward=is_backward)
 
-  def share(self, stage: int, part: int, num_parts: int, num_ranks: int) -> np.ndarray:
-    """float64 `[ranks]`: the share of a part; 1 if there is only one."""
-    if num_parts == 1:
+  def share(self, stage: int, rows: tuple[int, int], num_ranks: int) -> np.ndarray:
+    """float64 `[ranks]`: the share of the part with these rows, in 24ths of the buffer."""
+    if rows == (0, WHOLE):
       return np.ones(num_ranks)
-    if (place := (stage, part, num_parts)) not in self._found:
-      index = self._of_stage[stage]
-      whole = self._slices[index]
-      cut = whole.copy()
-      rows = slice(self._column, self._column + 2)
-      cut[:, rows] = np.clip(cut[:, rows], *part_of_rows(self._lengths[stage], part, num_parts))
-      of_part, of_stage = (
-        np.bincount(self._ranks[index], area_of(x), num_ranks) for x in (cut, whole)
-      )
-      self._found[place] = of_part / np.maximum(of_stage, 1)
-    return self._found[place]
+    if (stage, rows) not in self._found:
+      of_part, of_stage = (self._areas(stage, x, num_ranks) for x in (rows, (0, WHOLE)))
+      self._found[stage, rows] = of_part / np.maximum(of_stage, 1)
+    return self._found[stage, rows]
+
+  def _areas(self, stage: int, rows: tuple[int, int], num_ranks: int) -> np.ndarray:
+    index = self._of_stage[stage]
+    slices = self._slices[index]
+    column = slice(self._column, self._column + 2)
+    slices[:, column] = np.clip(slices[:, column], *part_of_rows(self._lengths[stage], rows))
+    return np.bincount(self._ranks[index], area_of(slices), num_ranks)
+
+  def cuts(self, stage: int, num_parts: int, num_ranks: int) -> tuple[int, ...]:
+    """Where to divide a stage so that its parts have about as many pairs each, in 24ths.
+
+    Cuts are at eighths: with finer ones, almost every mask would have a program of its own.
+    """
+    if num_parts == 1:
+      return ()
+    places = range(_EIGHTH, WHOLE, _EIGHTH)
+    if stage not in self._profiles:
+      total = max(self._areas(stage, (0, WHOLE), num_ranks).sum(), 1)
+      areas = [self._areas(stage, (0, place), num_ranks).sum() for place in places]
+      self._profiles[stage] = np.array(areas) / total
+    nearest = [
+      int(np.abs(self._profiles[stage] - part / num_parts).argmin()) for part in range(1, num_parts)
+    ]
+    return tuple(places[i] for i in nearest) if len({*nearest}) == len(nearest) else ()

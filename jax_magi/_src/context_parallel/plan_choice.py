@@ -14,6 +14,7 @@ from jax_magi._src.context_parallel.capacities import (
   TRANSPORTS,
   Capacities,
   NoRoomError,
+  rounded_hops,
   rounded_rows,
 )
 from jax_magi._src.context_parallel.chunks import Dispatch
@@ -134,12 +135,15 @@ def _scheduled(
     choices.append(dataclasses.replace(plan, whole=None))
   is_ordered = is_free and plan.overlap_degree and plan.ranks.count > 1
 
+  limit = k_local * plan.ranks.count
+  hops = rounded_hops(plan.hops, limit)
+
   def buffers(num_rows: np.ndarray) -> tuple[int, ...]:
-    return rounded_rows(num_rows.max(axis=0, initial=0), k_local * plan.ranks.count)
+    return rounded_rows(num_rows.max(axis=0, initial=0), limit)
 
   def order_of(number: int) -> Order:
     expanded = None if expansion is None else expansion[:, number]
-    return best_order(plan.hops, plan.ranks, kernels[number], links, number, expanded)
+    return best_order(hops, plan.ranks, kernels[number], links, number, expanded)
 
   own, rows = k_local if plan.overlap_degree else 0, buffers(plan.num_rows)
   of_keys = PartShares(*plan.slices, (own, *rows) if own else rows, is_backward=True)
@@ -158,7 +162,7 @@ def _scheduled(
       # The backward pass is the same for all choices.
       backward = backward or order_of(1)
       choice = dataclasses.replace(choice, orders=(order_of(0), backward))
-    arguments = plan.hops, plan.ranks, plan.overlap_degree, kernels, links, choice.orders
+    arguments = hops, plan.ranks, plan.overlap_degree, kernels, links, choice.orders
     total = predict(*arguments, expansion=expansion).total
     if total < best:
       best, found = total, choice

@@ -11,6 +11,7 @@ from jax_magi._src.context_parallel.hops import ALL, NODE, Hop, Ranks, rows_by_l
 from jax_magi._src.context_parallel.links import FORWARD_SHARE, Links
 from jax_magi._src.context_parallel.part_shares import PartShares
 from jax_magi._src.context_parallel.schedule import (
+  WHOLE,
   Order,
   Step,
   num_parts_of,
@@ -119,15 +120,22 @@ def best_order(
   The arguments are those of `pass_seconds`, for a plan with stages.
   """
   counts = [len(path) for path in hops]
-  default, *others = orders_of(counts, is_backward=bool(number))
+
+  def steps(order: Order) -> list[Step]:
+    return steps_of(counts, order, is_backward=bool(number))
 
   def seconds(order: Order) -> float:
-    steps = steps_of(counts, order, is_backward=bool(number))
-    return pass_seconds(steps, hops, ranks, kernels, links, number, expansion)[0]
+    return pass_seconds(steps(order), hops, ranks, kernels, links, number, expansion)[0]
 
-  least, order = min(((seconds(order), i) for i, order in enumerate(others)), default=(0.0, 0))
-  is_better = others and least < _WORTH_AN_ORDER * seconds(default)
-  return others[order] if is_better else default
+  def with_cuts(order: Order) -> Order:
+    num_parts = [num_parts_of(steps(order), stage) for stage in range(len(counts) + 1)]
+    cuts = (kernels.shares.cuts(stage, n, ranks.count) for stage, n in enumerate(num_parts))
+    return dataclasses.replace(order, cuts=tuple(cuts))
+
+  default, *others = orders_of(counts, is_backward=bool(number))
+  others = [with_cuts(order) for order in (default, *others)]
+  least, index = min((seconds(order), i) for i, order in enumerate(others))
+  return others[index] if least < _WORTH_AN_ORDER * seconds(default) else default
 
 
 def pass_seconds(
@@ -154,20 +162,18 @@ def pass_seconds(
   timeline = _Timeline(ranks, hops, links, row_bytes)
   for step in steps:
     if expansion is not None and step.stage >= 0:
-      timeline.expand(expansion[step.stage] / num_parts_of(steps, step.stage))
-    timeline.add(step, _kernel_seconds(steps, step, kernels, links, number))
+      begin, end = step.rows
+      timeline.expand(expansion[step.stage] * (end - begin) / WHOLE)
+    timeline.add(step, _kernel_seconds(step, kernels, links, number))
   return timeline.end(), float(timeline.kernels.max())
 
 
-def _kernel_seconds(
-  steps: Sequence[Step], step: Step, kernels: Kernels, links: Links, number: int
-) -> np.ndarray:
+def _kernel_seconds(step: Step, kernels: Kernels, links: Links, number: int) -> np.ndarray:
   """`[ranks]`: the seconds of the kernel of a step. Each part of a divided kernel costs extra."""
   if step.stage < 0:
     return np.zeros(len(kernels.seconds))
   besides, seconds = links.stage_seconds[number], kernels.seconds[:, step.stage]
-  num_parts = num_parts_of(steps, step.stage)
-  share = kernels.shares.share(step.stage, step.part, num_parts, len(seconds))
+  share = kernels.shares.share(step.stage, step.rows, len(seconds))
   is_there = (seconds > 0) & (share > 0)
   return np.where(is_there, np.maximum(seconds - besides, 0.0) * share + besides, 0.0)
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from jax_magi._src.attention.seen_rows import seen_rows, where_rows, without_hidden
 from jax_magi._src.context_parallel.capacities import KeySpec
-from jax_magi._src.context_parallel.schedule import num_parts_of, part_of_rows, steps_of
+from jax_magi._src.context_parallel.schedule import part_of_rows, steps_of
 from jax_magi._src.transforms.closure import OpenFunction
 
 
@@ -149,8 +149,7 @@ def row_counts(spec: KeySpec, *, keeps_rows: bool) -> list[int]:
     _, order = spec.capacities.orders
     steps = steps_of(num_hops, order, is_fetching=not keeps_rows, is_backward=True)
     for step in (step for step in steps if step.stage >= 0):
-      num_parts = num_parts_of(steps, step.stage)
-      begin, end = part_of_rows(lengths[step.stage], step.part, num_parts)
+      begin, end = part_of_rows(lengths[step.stage], step.rows)
       counts.add(end - begin)
   return sorted(counts)
 

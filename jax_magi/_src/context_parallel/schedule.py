@@ -22,6 +22,12 @@ before the first kernel. XLA also keeps only one transfer in flight, or two with
 options, so each transfer needs a kernel to overlap with. If there are more transfers than kernels,
 kernels are divided: the one over a rank's own keys, which needs no transfer, and, in the backward
 pass, those during which keys arrive and gradients leave.
+
+The planner may choose another order. The first or the last stage can hide what the others fetch,
+and later the gradients that they return:
+
+    kernel     | own, 1st part | stage 1, 1st | stage 2 | stage 1, 2nd | own, 2nd part |
+    transfer   | keys 1        | keys 2       |         | gradients 2  | gradients 1   |
 """
 
 from __future__ import annotations
@@ -36,6 +42,11 @@ from jax import lax
 from jax_magi._src.masks.slices import UNBOUNDED
 from jax_magi._src.native.overlap import kernel_barrier
 
+# With more transfers than this, no stage is computed around the others: there would be too many
+# orders to choose from.
+_MOST_AROUND = 4
+# Kernels are divided at multiples of a 24th of their rows: in halves, thirds, quarters or eighths.
+WHOLE = 24
 # If there are enough rows, they are divided at multiples of this, so that no kernel tile is cut.
 _ROW_MULTIPLE = 128
 
@@ -86,12 +97,15 @@ class Step:
   Attributes:
     stage: the stage of the kernel. 0 is that of the rank's own keys; -1 means no kernel.
     part: the index of the part of the stage.
+    rows: the begin and end of the rows of this part, in 24ths: keys in the backward pass, queries
+      in the forward pass.
     casts: (stage, hop) of arriving keys.
     reduces: (stage, hop) of returning gradients.
   """
 
   stage: int
   part: int
+  rows: tuple[int, int] = (0, WHOLE)
   casts: tuple[tuple[int, int], ...] = ()
   reduces: tuple[tuple[int, int], ...] = ()
 
@@ -101,15 +115,19 @@ class Order:
   """The order of the steps of a pass. It affects only the speed, not the results.
 
   Attributes:
-    stages: the stages with a transfer, in the order of their kernels.
-    parts: the number of parts into which each of these kernels is divided, to hide transfers.
+    stages: the stages with a transfer, in the order of their kernels. A stage is there twice if
+      other kernels run between the parts of its kernel.
+    parts: the number of kernels at each of these places. Stages are divided to hide transfers.
     own: for each step before these kernels, and then for each step after them, whether a part of
       the kernel over the rank's own keys runs in it. Empty means all of them.
+    cuts: for each stage, own keys first, where its rows are divided, in 24ths. If there are not as
+      many cuts as the stage needs, its parts have as many rows each.
   """
 
   stages: tuple[int, ...]
   parts: tuple[int, ...]
   own: tuple[bool, ...] = ()
+  cuts: tuple[tuple[int, ...], ...] = ()
 
 
 def default_order(num_hops: Sequence[int], *, is_backward: bool = False) -> Order:
@@ -123,6 +141,11 @@ def default_order(num_hops: Sequence[int], *, is_backward: bool = False) -> Orde
   return Order(tuple(stages), tuple(parts))
 
 
+def _stages_of_slots(order: Order) -> list[int]:
+  """The stage of each kernel, from the first kernel of a stage with a transfer on."""
+  return [stage for stage, n in zip(order.stages, order.parts, strict=True) for _ in range(n)]
+
+
 def _casts(
   num_hops: Sequence[int], order: Order, taken: set[tuple[int, int]]
 ) -> list[tuple[int, tuple[int, int]]]:
@@ -132,10 +155,9 @@ def _casts(
   each kind of link, because each kind carries one transfer at a time.
   """
   found = []
-  begin = sum(order.parts)
-  for stage, parts in zip(reversed(order.stages), reversed(order.parts), strict=True):
-    begin -= parts
-    slot = begin
+  stages = _stages_of_slots(order)
+  for stage in sorted(set(stages), key=stages.index, reverse=True):
+    slot = stages.index(stage)
     for hop in reversed(range(num_hops[stage - 1])):
       slot -= 1
       while (slot, hop - num_hops[stage - 1]) in taken:
@@ -150,10 +172,8 @@ def _reduces(
 ) -> list[tuple[int, tuple[int, int]]]:
   """(slot, (stage, hop)) of returning gradients, each as early as possible."""
   found = []
-  end = 0
-  for stage, parts in zip(order.stages, order.parts, strict=True):
-    end += parts
-    slot = end - 1
+  last_slots = {stage: slot for slot, stage in enumerate(_stages_of_slots(order))}
+  for stage, slot in sorted(last_slots.items(), key=lambda item: item[1]):
     for hop in reversed(range(num_hops[stage - 1])):
       slot += 1
       while (slot, hop - num_hops[stage - 1]) in taken:
@@ -182,7 +202,8 @@ def steps_of(
   taken: set[tuple[int, int]] = set()
   casts = _casts(num_hops, order, taken) if is_fetching else []
   reduces = _reduces(num_hops, order, taken) if is_backward else []
-  kernels = [(s, part) for s, n in zip(order.stages, order.parts, strict=True) for part in range(n)]
+  stages = _stages_of_slots(order)
+  kernels = [(stage, stages[:slot].count(stage)) for slot, stage in enumerate(stages)]
   slots = [slot for slot, _ in casts + reduces]
   before = range(min([0, *slots]), 0)
   after = range(len(kernels), max([len(kernels) - 1, *slots]) + 1)
@@ -197,10 +218,22 @@ def steps_of(
     elif 0 <= slot < len(kernels):
       kernel = kernels[slot]
     beside = (tuple(move for at, move in moves if at == slot) for moves in (casts, reduces))
-    steps.append(Step(*kernel, *beside))
+    steps.append(Step(*kernel, (0, WHOLE), *beside))
   if not own:  # The kernel of this step hides no collective.
     steps.append(Step(0, 0))
-  return steps
+  return [dataclasses.replace(step, rows=_rows_of(step, steps, order)) for step in steps]
+
+
+def _rows_of(step: Step, steps: Sequence[Step], order: Order) -> tuple[int, int]:
+  """The rows of a step's part, in 24ths."""
+  if step.stage < 0:
+    return 0, WHOLE
+  num_parts = num_parts_of(steps, step.stage)
+  cuts = order.cuts[step.stage] if order.cuts else ()
+  if len(cuts) != num_parts - 1:
+    cuts = tuple(WHOLE * part // num_parts for part in range(1, num_parts))
+  bounds = (0, *cuts, WHOLE)
+  return bounds[step.part], bounds[step.part + 1]
 
 
 def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
@@ -209,7 +242,12 @@ def orders_of(num_hops: Sequence[int], *, is_backward: bool) -> list[Order]:
   found = [default]
   if is_backward and len(num_hops) > 1:
     # Reverse order: the gradients of the first stages computed return during the later ones.
-    found.append(Order(default.stages[::-1], (1,) * len(num_hops)))
+    stages, reverse = default.stages, default.stages[::-1]
+    places = [reverse]
+    if len(stages) <= _MOST_AROUND:
+      # Around the others, the parts of one stage hide what they fetch and what they return.
+      places += [(*stages, stages[0]), (*reverse, reverse[0])]
+    found += [Order(order, (1,) * len(order)) for order in places]
   for order in tuple(found):
     for i, parts in enumerate(order.parts):
       more = (*order.parts[:i], parts + 1, *order.parts[i + 1 :])
@@ -230,14 +268,14 @@ def num_parts_of(steps: Sequence[Step], stage: int) -> int:
   return sum(step.stage == stage for step in steps)
 
 
-def part_of_rows(num_rows: int, part: int, num_parts: int) -> tuple[int, int]:
-  """The begin and end of a part of the rows."""
-  multiple = _ROW_MULTIPLE if num_rows >= num_parts * _ROW_MULTIPLE else 1
+def part_of_rows(num_rows: int, part: tuple[int, int]) -> tuple[int, int]:
+  """The begin and end of a part of the rows, which is given in 24ths."""
+  multiple = _ROW_MULTIPLE if num_rows >= 8 * _ROW_MULTIPLE else 1
 
-  def begin(part: int) -> int:
-    return num_rows * part // num_parts // multiple * multiple
+  def place(cut: int) -> int:
+    return num_rows * cut // WHOLE // multiple * multiple if cut < WHOLE else num_rows
 
-  return begin(part), begin(part + 1) if part + 1 < num_parts else num_rows
+  return place(part[0]), place(part[1])
 
 
 def slices_of_queries(slices: Any, begin: int, end: int) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax_magi._src.attention.mask_operand import PassMasks
 from jax_magi._src.context_parallel.schedule import (
+  WHOLE,
   Step,
-  num_parts_of,
   part_of_rows,
   slices_of_keys,
   slices_of_queries,
@@ -31,8 +31,8 @@ def forward_masks(
   calls = {}
   for step in (step for step in steps if step.stage >= 0):
     slices = tables[step.stage]
-    if (num_parts := num_parts_of(steps, step.stage)) > 1:
-      slices = slices_of_queries(slices, *part_of_rows(q_len, step.part, num_parts))
+    if step.rows != (0, WHOLE):
+      slices = slices_of_queries(slices, *part_of_rows(q_len, step.rows))
     calls[step] = slices, lengths[step.stage]
   names = list(calls)
   return PassMasks(calls, keeping_rows=names if is_whole else names[1:-1])
@@ -44,9 +44,9 @@ def backward_masks(
   """The same for the backward pass, whose kernels are divided along keys, and the keys of each."""
   calls, keys = {}, {}
   for step in (step for step in steps if step.stage >= 0):
-    slices, num_parts = tables[step.stage], num_parts_of(steps, step.stage)
-    begin, end = part_of_rows(lengths[step.stage], step.part, num_parts)
-    if num_parts > 1:
+    slices = tables[step.stage]
+    begin, end = part_of_rows(lengths[step.stage], step.rows)
+    if step.rows != (0, WHOLE):
       slices = slices_of_keys(slices, begin, end)
     calls[step], keys[step] = (slices, end - begin), slice(begin, end)
   return PassMasks(calls), keys
