@@ -248,11 +248,10 @@ def predict(data: dict[str, Any]) -> list[Cell]:
 
 def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndarray:
   """float64 `[ranks, stages, 2]`: the seconds of the kernels of all ranks, from those of a few."""
+  orders = str(key.spec.capacities.orders)
   for number, areas in enumerate(cell["areas"]):
     planned = key.areas(is_forward=not number)
-    # A plan of another degree has another number of stages.
-    is_same = planned.shape[1:] == np.shape(areas)[1:]
-    is_same &= cell.get("orders") in (None, str(key.spec.capacities.orders))
+    is_same = cell.get("orders", orders) == orders and len(areas[0]) == planned.shape[1]
     if not is_same or not all((planned == x).all(axis=1).any() for x in np.array(areas)):
       raise ValueError(f"the plan of {cell['mask']} is not the one that was timed: measure anew")
   kernels = [
@@ -276,8 +275,7 @@ def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndar
 def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
   network = cell["network"]
   key = planned_key(cell["mask"], cell["cp_size"], network)
-  stats, spec = key.stats(), key.spec
-  kernels = kernels_of_ranks(cell, key)
+  stats, spec, kernels = key.stats(), key.spec, kernels_of_ranks(cell, key)
 
   def links(grad_row_bytes: int) -> Links:
     return Links(

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_magi
-from jax_magi import AttentionMask, magi_attn_flex_key
+from jax_magi import AttentionMask, magi_attn_flex_key, magi_attn_varlen_key
 from tests import latent_runs
 from tests.accuracy import DTYPES, check_close
 from tests.cp_runs import LENGTH, MASKS, NATIVE, make_mesh
@@ -71,6 +71,17 @@ def test_stages_of_whole_queries(overlap_degree, keeps):
 def test_one_rank():
   key = magi_attn_flex_key(MASKS["documents"], cp_size=1, overlap_degree=2)
   check_equal(on_ranks(_operands(), key, make_mesh(cp=1)), _expected("documents"))
+
+
+def test_parts_of_stages_without_a_row():
+  """Each stage has room for one row, and some of them are divided in the backward pass."""
+  ends = [0, LENGTH // 4, LENGTH // 2, 3 * LENGTH // 4, LENGTH]
+  key = magi_attn_varlen_key(
+    ends, causal=True, cp_size=4, overlap_degree=4, transport="all_to_all", dispatch="contiguous"
+  )
+  assert key.capacities.rows == (1, 1, 1, 1)
+  expected = on_one_device(_operands(), AttentionMask.from_cu_seqlens(ends, causal=True))
+  check_equal(on_ranks(_operands(), key, make_mesh(cp=4)), expected)
 
 
 def test_low_precision():

@@ -26,8 +26,10 @@ def without_hidden(rows: Sequence[Any], is_seen: Any) -> list[Any]:
   A function of rows may have infinite derivatives at padding rows, which are often zeros. Zero
   gradients of its results would not help, because 0 * inf is NaN.
   """
+  if not is_seen.shape[0]:
+    return list(rows)
   first = jnp.argmax(is_seen)
-  return [where_rows(is_seen, x, x[first][None]) if x.shape[0] else x for x in rows]
+  return [where_rows(is_seen, x, x[first][None]) for x in rows]
 
 
 def where_rows(is_seen: Any, x: Any, y: Any) -> Any:

@@ -128,7 +128,8 @@ def best_order(
     return pass_seconds(steps(order), hops, ranks, kernels, links, number, expansion)[0]
 
   def with_cuts(order: Order) -> Order:
-    num_parts = [num_parts_of(steps(order), stage) for stage in range(len(counts) + 1)]
+    found = steps(order)
+    num_parts = [num_parts_of(found, stage) for stage in range(len(counts) + 1)]
     cuts = (kernels.shares.cuts(stage, n, ranks.count) for stage, n in enumerate(num_parts))
     return dataclasses.replace(order, cuts=tuple(cuts))
 
@@ -174,8 +175,7 @@ def _kernel_seconds(step: Step, kernels: Kernels, links: Links, number: int) -> 
     return np.zeros(len(kernels.seconds))
   besides, seconds = links.stage_seconds[number], kernels.seconds[:, step.stage]
   share = kernels.shares.share(step.stage, step.rows, len(seconds))
-  is_there = (seconds > 0) & (share > 0)
-  return np.where(is_there, np.maximum(seconds - besides, 0.0) * share + besides, 0.0)
+  return np.where(seconds > 0, np.maximum(seconds - besides, 0.0) * share + besides, 0.0)
 
 
 class _Timeline:

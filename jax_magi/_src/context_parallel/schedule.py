@@ -121,7 +121,7 @@ class Order:
     own: for each step before these kernels, and then for each step after them, whether a part of
       the kernel over the rank's own keys runs in it. Empty means all of them.
     cuts: for each stage, own keys first, where its rows are divided, in 24ths. If there are not as
-      many cuts as the stage needs, its parts have as many rows each.
+      many cuts as the stage needs, its parts have equal numbers of rows.
   """
 
   stages: tuple[int, ...]
