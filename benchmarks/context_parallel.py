@@ -246,8 +246,8 @@ def predict(data: dict[str, Any]) -> list[Cell]:
   return [_predict(cell, data["alone"][cell["mask"]]) for cell in data["cells"]]
 
 
-def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndarray:
-  """float64 `[ranks, stages, 2]`: the seconds of the kernels of all ranks, from those of a few."""
+def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> Any:
+  """The kernels of both passes of all ranks, from the times of a few ranks."""
   orders = str(key.spec.capacities.orders)
   for number, areas in enumerate(cell["areas"]):
     planned = key.areas(is_forward=not number)
@@ -269,7 +269,7 @@ def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> np.ndar
     )
     for number, name in enumerate(("forward", "backward"))
   ]
-  return np.stack(kernels, axis=-1)
+  return kernels_of(key, np.stack(kernels, axis=-1))
 
 
 def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
@@ -292,7 +292,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
       spec.capacities.hops,
       spec.ranks,
       spec.overlap_degree,
-      kernels_of(key, kernels),
+      kernels,
       links(grad_row_bytes),
       spec.capacities.orders,
       keep_remote_kv=keep_remote_kv,

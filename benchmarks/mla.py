@@ -38,7 +38,6 @@ from benchmarks.rank_plans import LATENCY, MASKS, NODE, NVLINK, is_same_plan, ne
 from benchmarks.timing import seconds
 from jax_magi import AttentionMask, Links
 from jax_magi._src.context_parallel.hops import rows_by_link
-from jax_magi._src.context_parallel.key import kernels_of
 from jax_magi._src.context_parallel.predict import predict as predict_pass
 
 HEADS, NOPE, ROPE, VALUE, RANK = 64, 128, 64, 128, 512
@@ -344,7 +343,7 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any], prices: tuple[float, f
     spec.capacities.hops,
     spec.ranks,
     spec.overlap_degree,
-    kernels_of(key, kernels_of_ranks(cell, key)),
+    kernels_of_ranks(cell, key),
     # The times of a stage's kernels are those of all its parts.
     dataclasses.replace(links_of(cell["form"], network, prices), stage_seconds=(0.0, 0.0)),
     spec.capacities.orders,

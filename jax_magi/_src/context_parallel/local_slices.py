@@ -38,8 +38,8 @@ def _lets_pass_high(s: np.ndarray, hi: np.ndarray) -> np.ndarray:
 def merged(group: np.ndarray, slices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Merges neighbouring slices of each group, first along keys, then along queries.
 
-  Slices must be as `moved` returns them. Stairs are left, and are cut along keys. The result is
-  sorted by group.
+  Slices must be as `moved` returns them. Stairs, which do not merge, are cut along keys. The
+  result is sorted by group.
   """
   while True:
     count = len(slices)
@@ -54,8 +54,8 @@ def _merged_along(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Merges along the axis whose ranges begin in column `near`; `far` is the other axis.
 
-  One band must fit both. Their ranges of the other axis begin together, and end together, or the
-  band hides the rest: causal queries do not see the keys of those after them.
+  One band must fit both neighbours. Their ranges on the other axis begin at the same place. If one
+  ends earlier, the band must hide the difference: causal queries do not see later keys.
   """
   order = np.lexsort((s[:, near], s[:, far + 1], s[:, far], group))
   group, s = group[order], s[order]

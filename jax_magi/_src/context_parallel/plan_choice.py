@@ -146,7 +146,8 @@ def _scheduled(
     return best_order(hops, plan.ranks, kernels[number], links, number, expanded)
 
   own, rows = k_local if plan.overlap_degree else 0, buffers(plan.num_rows)
-  of_keys = PartShares(*plan.slices, (own, *rows) if own else rows, is_backward=True)
+  keys, queries = (own, *rows) if own else rows, [q_local] * plan.num_stages
+  of_keys = PartShares(*plan.slices, plan.ranks.count, keys, is_backward=True)
   best, found, backward = math.inf, plan, None
   for choice in choices:
     slices, areas, whole_rows = plan.slices, plan.areas(), None
@@ -155,7 +156,7 @@ def _scheduled(
       whole_rows = buffers(choice.whole.num_rows)
     is_merged = choice.whole is None and bool(plan.overlap_degree)
     seconds = stage_seconds(areas, plan.areas(), links, is_merged=is_merged)
-    of_queries = PartShares(*slices, [q_local] * plan.num_stages, is_backward=False)
+    of_queries = PartShares(*slices, plan.ranks.count, queries, is_backward=False)
     kernels = Kernels(seconds[..., 0], of_queries), Kernels(seconds[..., 1], of_keys)
     expansion = expansion_seconds(own, rows, whole_rows, links)
     if is_ordered:

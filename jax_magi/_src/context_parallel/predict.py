@@ -130,13 +130,12 @@ def best_order(
   def with_cuts(order: Order) -> Order:
     found = steps(order)
     num_parts = [num_parts_of(found, stage) for stage in range(len(counts) + 1)]
-    cuts = (kernels.shares.cuts(stage, n, ranks.count) for stage, n in enumerate(num_parts))
+    cuts = (kernels.shares.cuts(stage, n) for stage, n in enumerate(num_parts))
     return dataclasses.replace(order, cuts=tuple(cuts))
 
-  default, *others = orders_of(counts, is_backward=bool(number))
-  others = [with_cuts(order) for order in (default, *others)]
-  least, index = min((seconds(order), i) for i, order in enumerate(others))
-  return others[index] if least < _WORTH_AN_ORDER * seconds(default) else default
+  orders = orders_of(counts, is_backward=bool(number))
+  default, best = orders[0], min(map(with_cuts, orders), key=seconds)
+  return best if seconds(best) < _WORTH_AN_ORDER * seconds(default) else default
 
 
 def pass_seconds(
@@ -174,7 +173,7 @@ def _kernel_seconds(step: Step, kernels: Kernels, links: Links, number: int) -> 
   if step.stage < 0:
     return np.zeros(len(kernels.seconds))
   besides, seconds = links.stage_seconds[number], kernels.seconds[:, step.stage]
-  share = kernels.shares.share(step.stage, step.rows, len(seconds))
+  share = kernels.shares.share(step.stage, step.rows)
   return np.where(seconds > 0, np.maximum(seconds - besides, 0.0) * share + besides, 0.0)
 
 

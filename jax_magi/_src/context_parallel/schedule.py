@@ -47,6 +47,7 @@ from jax_magi._src.native.overlap import kernel_barrier
 _MOST_AROUND = 4
 # Kernels are divided at multiples of a 24th of their rows: in halves, thirds, quarters or eighths.
 WHOLE = 24
+ALL_ROWS = (0, WHOLE)
 # If there are enough rows, they are divided at multiples of this, so that no kernel tile is cut.
 _ROW_MULTIPLE = 128
 
@@ -105,7 +106,7 @@ class Step:
 
   stage: int
   part: int
-  rows: tuple[int, int] = (0, WHOLE)
+  rows: tuple[int, int] = ALL_ROWS
   casts: tuple[tuple[int, int], ...] = ()
   reduces: tuple[tuple[int, int], ...] = ()
 
@@ -218,7 +219,7 @@ def steps_of(
     elif 0 <= slot < len(kernels):
       kernel = kernels[slot]
     beside = (tuple(move for at, move in moves if at == slot) for moves in (casts, reduces))
-    steps.append(Step(*kernel, (0, WHOLE), *beside))
+    steps.append(Step(*kernel, ALL_ROWS, *beside))
   if not own:  # The kernel of this step hides no collective.
     steps.append(Step(0, 0))
   return [dataclasses.replace(step, rows=_rows_of(step, steps, order)) for step in steps]
@@ -227,7 +228,7 @@ def steps_of(
 def _rows_of(step: Step, steps: Sequence[Step], order: Order) -> tuple[int, int]:
   """The rows of a step's part, in 24ths."""
   if step.stage < 0:
-    return 0, WHOLE
+    return ALL_ROWS
   num_parts = num_parts_of(steps, step.stage)
   cuts = order.cuts[step.stage] if order.cuts else ()
   if len(cuts) != num_parts - 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_magi._src.attention.mask_operand import PassMasks
 from jax_magi._src.context_parallel.schedule import (
-  WHOLE,
+  ALL_ROWS,
   Step,
   part_of_rows,
   slices_of_keys,
@@ -31,7 +31,7 @@ def forward_masks(
   calls = {}
   for step in (step for step in steps if step.stage >= 0):
     slices = tables[step.stage]
-    if step.rows != (0, WHOLE):
+    if step.rows != ALL_ROWS:
       slices = slices_of_queries(slices, *part_of_rows(q_len, step.rows))
     calls[step] = slices, lengths[step.stage]
   names = list(calls)
@@ -46,7 +46,7 @@ def backward_masks(
   for step in (step for step in steps if step.stage >= 0):
     slices = tables[step.stage]
     begin, end = part_of_rows(lengths[step.stage], step.rows)
-    if step.rows != (0, WHOLE):
+    if step.rows != ALL_ROWS:
       slices = slices_of_keys(slices, begin, end)
     calls[step], keys[step] = (slices, end - begin), slice(begin, end)
   return PassMasks(calls), keys
