@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_magi import AttentionMask
 from jax_magi._src.native.call import native_call
-from tests.needs import HEADER_WORDS, TILE_WORDS, hopper_needs
+from tests.needs import HEADER_WORDS, LACKS, TILE_WORDS, hopper_needs
 
 
 def needs_of(mask):
@@ -79,7 +79,7 @@ if __name__ == "__main__":
   wrong = list_of(AttentionMask.causal(190))
   if sys.argv[1] == "lacks_tiles":
     wrong = list_of(AttentionMask.causal(180))
-    wrong[10] = 1
+    wrong[LACKS] = 1
   else:
     assert sys.argv[1] == "other_length"
   forward_with_list(AttentionMask.causal(180), wrong)

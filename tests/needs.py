@@ -11,8 +11,12 @@ import numpy as np
 from jax_magi._src.native import attention
 from jax_magi._src.native.backends import BACKENDS, CUDA
 
-# int32 words of a tile list: of its header, and of each tile.
-HEADER_WORDS, TILE_WORDS = 16, 8
+# int32 words of a tile list: of its header, and of each tile. Words of the header: the number of
+# blocks and the tiles of each weight, and what the list was made for, up to the word that says what
+# it lacks.
+HEADER_WORDS, TILE_WORDS = 24, 8
+WEIGHTS, KEY = slice(2, 15), slice(15, 21)
+LACKS = KEY.stop - 1
 
 
 def hopper_needs(mask, *, is_backward, group=4, head_dim=128, batch=1, num_kv_heads=2, **changes):

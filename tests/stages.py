@@ -138,13 +138,14 @@ def check_query_stages(inputs, mask, bounds, implementation, *, softcap=0.0, **o
     check_results(results, inputs, mask, **({"softcap": softcap} if softcap else {}))
 
 
-def mask_of_weights(columns, padding=0):
+def mask_of_weights(columns, padding=0, num_turns=1):
   """Tiles of 128 keys and fewer that meet 0 to 20 blocks of `columns` queries, in no order.
 
-  Some are of a diagonal, and of some no query sees all keys. `padding` keys behind them are hidden.
+  Some are of a diagonal, and of some no query sees all keys. There are `num_turns` tiles of each
+  number of blocks. `padding` keys behind them are hidden.
   """
   slices, k_len = [], 0
-  for num_blocks in (2, 17, 5, 9, 0, 20, 15, 16, 4, 8, 1):
+  for num_blocks in num_turns * (2, 17, 5, 9, 0, 20, 15, 16, 4, 8, 1):
     q_end = columns * num_blocks - 3
     if num_blocks > 0:
       keys = (k_len + num_blocks % 2, k_len + 100)

@@ -17,7 +17,7 @@ from jax_magi._src.attention.dq_sum import empty_dq_sum, finished_dq
 from jax_magi._src.native.attention import list_tiles
 from tests.accuracy import DTYPES, make_inputs
 from tests.arrays import assert_same_bits, normals
-from tests.needs import hopper_needs
+from tests.needs import HEADER_WORDS, WEIGHTS, hopper_needs
 from tests.stages import check_stages, mask_of_weights
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 # The number of queries of a block, by head dim, without and with a cap.
 _COLUMNS = {64: 128, 128: 80, 256: 64}
 _CAPPED_COLUMNS = {64: 64, 128: 48, 256: 64}
-_THRESHOLDS = (4, 4, 4)
+_THRESHOLDS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 
 
 def _inputs(mask, heads, head_dim, dtype="bf16"):
@@ -128,6 +128,23 @@ def test_gradients_of_keys_that_nobody_sees_are_zero(head_dim, group):
       np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * np.abs(y).max())
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _gradients(implementation, operands, tables):
+  """dq, dk and dv in float32."""
+  config = ops.AttentionConfig(0.1, implementation=implementation)
+  dq = empty_dq_sum(operands[0], operands[2])
+  dq, *gradients = ops.backward(config, *operands, tables, grad_dtype=np.float32, running_dq=dq)
+  return finished_dq(config, dq, operands[0], operands[2], np.float32), *gradients
+
+
+def _check_with_plain_path(operands, tables):
+  wide = [x.astype(np.float32) for x in operands]
+  got, expected = (_gradients("cuda", operands, tables), _gradients("blockwise", wide, tables))
+  for x, y in zip(got, expected, strict=True):
+    for row in range(len(x)):
+      assert np.linalg.norm(x[row] - y[row]) < 1e-2 * np.linalg.norm(y[row])
+
+
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own_masks", "one_mask"])
 @pytest.mark.parametrize("heads", [(8, 1), (12, 2)], ids=str)
 def test_batch(heads, is_shared):
@@ -135,19 +152,16 @@ def test_batch(heads, is_shared):
   whole = AttentionMask.causal(1500)
   operands = _operands(whole, heads, 64, batch=3)
   lengths = (1500,) if is_shared else (1500, 7, 801)
-  tables = jnp.stack([jnp.asarray(AttentionMask.causal(n).slices) for n in lengths])
+  _check_with_plain_path(operands, jnp.stack([AttentionMask.causal(n).slices for n in lengths]))
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def run(implementation, operands, tables):
-    config = ops.AttentionConfig(0.1, implementation=implementation)
-    dq = empty_dq_sum(operands[0], operands[2])
-    dq, *gradients = ops.backward(config, *operands, tables, grad_dtype=np.float32, running_dq=dq)
-    return finished_dq(config, dq, operands[0], operands[2], np.float32), *gradients
 
-  wide = [x.astype(np.float32) for x in operands]
-  for x, y in zip(run("cuda", operands, tables), run("blockwise", wide, tables), strict=True):
-    for row in range(3):
-      assert np.linalg.norm(x[row] - y[row]) < 1e-2 * np.linalg.norm(y[row])
+@pytest.mark.parametrize("group", [2, 3, 5, 6, 8, 16, 48])
+def test_parts_of_several_sizes(group):
+  """With this much work, heavy tiles are cut into parts of one, two and four heads."""
+  mask = mask_of_weights(80, num_turns=3)
+  num_kv_heads = 48 // group
+  operands = _operands(mask, (num_kv_heads * group, num_kv_heads), 128)
+  _check_with_plain_path(operands, jnp.asarray(mask.slices)[None])
 
 
 def test_deterministic_runs_are_equal_bit_for_bit():
@@ -162,22 +176,23 @@ def test_deterministic_runs_are_equal_bit_for_bit():
 
 
 @pytest.mark.parametrize("num_tiles", [9, 200, 2000])
-def test_the_list_tells_heavy_tiles(num_tiles):
+def test_the_list_counts_tiles_of_each_weight(num_tiles):
   """With few threads and with many, and with so many tiles that a thread has several."""
   rng = np.random.default_rng(num_tiles)
-  num_blocks = rng.integers(0, 40, num_tiles)
+  num_blocks = rng.integers(0, 100, num_tiles)
   ends = 128 * np.arange(1, num_tiles + 1)
   slices = np.array(
     [(0, 80 * n, end - 128, end, -(2**30), 2**30) for n, end in zip(num_blocks, ends, strict=True)],
     np.int32,
   )
-  mask = AttentionMask(slices, 80 * 40, int(ends[-1]))
+  mask = AttentionMask(slices, 80 * 100, int(ends[-1]))
   needs = hopper_needs(mask, is_backward=True, static_slices=None)
 
   @jax.jit
   def make(slices):
     return list_tiles(slices, [needs], mask.q_len, [(slices.shape[1], mask.k_len)])[0]
 
-  header = np.asarray(make(slices[None])).reshape(-1, 8)[0]
+  header = np.asarray(make(slices[None])).reshape(-1)[:HEADER_WORDS]
   assert header[0] == num_tiles
-  np.testing.assert_array_equal(header[2:5], [(num_blocks >= n).sum() for n in _THRESHOLDS])
+  tiles_of_weights = [(num_blocks >= n).sum() for n in _THRESHOLDS]
+  np.testing.assert_array_equal(header[WEIGHTS], [num_blocks.sum(), *tiles_of_weights])

@@ -12,7 +12,15 @@ from jax_magi import AttentionMask
 from jax_magi._src.masks.slices import grouped_by_keys
 from jax_magi._src.native import attention
 from jax_magi._src.native.backends import CUDA
-from tests.needs import HEADER_WORDS, TILE_WORDS, hopper_needs, most_tile_rows, stamped_blocks
+from tests.needs import (
+  HEADER_WORDS,
+  KEY,
+  TILE_WORDS,
+  WEIGHTS,
+  hopper_needs,
+  most_tile_rows,
+  stamped_blocks,
+)
 
 if CUDA.module is None:
   pytest.skip("built without the CUDA kernels", allow_module_level=True)
@@ -34,7 +42,7 @@ def _tiles(mask, **call):
   words = np.frombuffer(hopper_needs(mask, **call).tile_list, np.int32)
   header, tiles = words[:HEADER_WORDS], words[HEADER_WORDS:].reshape(-1, TILE_WORDS)
   assert header[0] == len(tiles)
-  assert (header[2:5] == 0).all(), "the device alone tells heavy tiles"
+  assert (header[WEIGHTS] == 0).all(), "the device alone classifies tiles"
   batch, begin, num_rows, num_blocks = tiles[:, :4].T
   assert (batch == 0).all()
   assert header[1] == num_blocks[-1]
@@ -47,7 +55,7 @@ def test_lists_say_what_they_are_made_for(name, is_backward):
   """Stamp, slice lists, slices and lengths: kernels reject the list of another call."""
   mask = MASKS[name]
   needs = hopper_needs(mask, is_backward=is_backward)
-  key = np.frombuffer(needs.tile_list, np.int32)[5:11].tolist()
+  key = np.frombuffer(needs.tile_list, np.int32)[KEY].tolist()
   lengths = (mask.k_len, mask.q_len) if is_backward else (mask.q_len, mask.k_len)
   stamp = needs.tile_stamp - CUDA.module.stamp_of_blocks(stamped_blocks(needs))
   assert key == [stamp, 1, len(mask.slices), *lengths, 0], "no tile is left out"

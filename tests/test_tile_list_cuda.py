@@ -20,7 +20,7 @@ from tests.list_calls import (
   list_of,
   needs_of,
 )
-from tests.needs import HEADER_WORDS, TILE_WORDS, forward_in_clusters, hopper_needs
+from tests.needs import HEADER_WORDS, KEY, LACKS, TILE_WORDS, forward_in_clusters, hopper_needs
 
 pytestmark = pytest.mark.gpu
 
@@ -204,7 +204,7 @@ def test_lists_made_at_once_are_those_made_one_by_one(num_slices, batch, is_back
     assert words[0] > 0 or (is_backward and sizes[i][1] == 0)
     lists = [np.asarray(x) for x in (words, alone(tables[i]))]
     headers = [x[:HEADER_WORDS] for x in lists]
-    np.testing.assert_array_equal(*(header[:11] for header in headers))
+    np.testing.assert_array_equal(*(header[: KEY.stop] for header in headers))
     # Larger launches sort heavier tiles: the order of those may differ.
     tiles = [x[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: x[0], :6] for x in lists]
     assert sorted(map(tuple, tiles[0])) == sorted(map(tuple, tiles[1]))
@@ -227,8 +227,8 @@ def test_lists_of_calls_that_keep_rows_lack_tiles_without_blocks(shown, count):
   sizes = [(count, 2000)] * 2
   lists = jax.jit(lambda x: list_tiles(x, [needs] * 2, q_len, sizes, (False, True)))
   whole, short = map(np.asarray, lists(np.concatenate([slices, slices], axis=1)))
-  np.testing.assert_array_equal(whole[2:10], short[2:10])
-  assert (whole[10], short[10]) == (0, 1)
+  np.testing.assert_array_equal(whole[2:LACKS], short[2:LACKS])
+  assert (whole[LACKS], short[LACKS]) == (0, 1)
   tiles, kept = (x[HEADER_WORDS:].reshape(-1, TILE_WORDS)[: x[0], :6] for x in (whole, short))
   np.testing.assert_array_equal(kept, tiles[tiles[:, 3] > 0])
   assert short[1] == (kept[-1, 3] if len(kept) else 0)

@@ -62,11 +62,13 @@ __device__ __forceinline__ void ClearAddedTiles(const PrepareArgs& args, uint32_
   const AddedTiles& added = args.added;
   const uint32_t num_blocks = gridDim.x - args.num_statistic_blocks - args.num_zero_blocks;
   const uint32_t per_tile = CeilDiv(added.tile_rows, kRowsAtOnce);
-  const int num_listed = Min(added.list->num_above[added.num_thresholds - 1], args.check.max_tiles);
-  const uint32_t num_tiles = Max(num_listed, 0) * args.num_repeats;
+  const TileList& list = *added.list;
+  const int num_added =
+      added.weights.NumTiles(list, added.weights.FirstThreshold(list), added.num_weights - 1);
+  const uint32_t num_tiles = Clamp(num_added, 0, args.check.max_tiles) * args.num_repeats;
   for (uint32_t i = block; i < num_tiles * per_tile; i += num_blocks) {
     const uint32_t index = i / per_tile, repeat = index % args.num_repeats;
-    Tile tile = added.list->tiles()[index / args.num_repeats];
+    Tile tile = list.tiles()[index / args.num_repeats];
     ClampTile(args.check.key.num_lists, static_cast<int>(args.k_len), args.check.key.num_slices,
               tile);
     const int skipped = static_cast<int>(i % per_tile) * kRowsAtOnce;
@@ -140,7 +142,7 @@ cudaError_t PrepareBackward(const BackwardArgs& args, const ListCheck& check,
                             counter,
                             check};
   int64_t num_added_blocks = 0;
-  if (added.num_thresholds > 0) {
+  if (added.num_weights > 0) {
     int num_sms;
     const cudaError_t code = GetNumSms(&num_sms);
     if (code != cudaSuccess) return code;

@@ -5,7 +5,7 @@
 
 #include "cc/attention.h"
 #include "cc/cuda/attention/backward_workspace.h"
-#include "cc/cuda/attention/tile_list.h"
+#include "cc/cuda/attention/head_cuts.h"
 
 namespace jax_magi::cuda {
 
@@ -20,11 +20,12 @@ struct ZeroBytes {
   int64_t num_bytes;
 };
 
-// Tiles whose gradients are added to the float32 args.dk and args.dv: those with
-// ThresholdBlocks(num_thresholds - 1) blocks or more. If num_thresholds is 0, there are none.
+// Tiles whose gradients are added to the float32 args.dk and args.dv: those of the first
+// `num_weights` weights. If num_weights is 0, there are none.
 struct AddedTiles {
   const TileList* list;
-  int num_thresholds;
+  TileWeights weights;
+  int num_weights;
   int tile_rows;
 };
 

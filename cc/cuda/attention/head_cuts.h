@@ -1,9 +1,9 @@
 // Key tiles whose query heads are shared by several CTAs, in the backward kernel.
 //
-// A CTA processes one key tile with all query heads of its kv head. If a few tiles hold most of the
-// blocks, the last of these tiles run alone. If dk and dv are float32, the heads of such tiles are
-// split into parts that add their dk and dv to memory. The parts need no workspace, so the choice
-// of tiles may depend on a mask that only the device knows.
+// A CTA processes one key tile with all query heads of its kv head. If tiles are heavy compared to
+// the work of a call, the last of them run alone. If dk and dv are float32, the heads of such tiles
+// are split into parts that add their dk and dv to memory. The parts need no workspace, so the
+// device may choose them, from a mask that only the device knows.
 
 #ifndef JAX_MAGI_CUDA_ATTENTION_HEAD_CUTS_H_
 #define JAX_MAGI_CUDA_ATTENTION_HEAD_CUTS_H_
@@ -12,9 +12,8 @@
 
 namespace jax_magi::cuda {
 
-// The weight classes of tiles in a list, the heaviest first: one per threshold of TileList, and the
-// rest.
-constexpr int kNumWeights = kNumThresholds + 1;
+// The weights of tiles in a list, the heaviest first. Tiles of the last weight are not split.
+constexpr int kNumWeights = 4;
 
 // For each weight, the number of parts into which a tile's heads are split, and the number of heads
 // per part. The last part may have fewer.
@@ -24,9 +23,8 @@ struct HeadCuts {
   explicit HeadCuts(int group) {
     for (int i = 0; i < kNumWeights; ++i) {
       // A part has one head of the heaviest tiles, two heads of tiles that may have half as many
-      // blocks, and so on, which balances the parts. The rest is not split. (As thresholds are
-      // equal, all tiles that are split belong to the heaviest.)
-      num_parts[i] = i < kNumThresholds ? CeilDiv(group, 1 << i) : 1;
+      // blocks, and so on, which balances the parts.
+      num_parts[i] = i < kNumWeights - 1 ? CeilDiv(group, 1 << i) : 1;
       heads_per_part[i] = CeilDiv(group, static_cast<int>(num_parts[i]));
     }
   }
@@ -38,6 +36,47 @@ inline int NumCutWeights(const HeadCuts& cuts) {
   int count = 0;
   while (cuts.num_parts[count] > 1) ++count;
   return count;
+}
+
+// What the weights of tiles depend on, besides their list.
+struct TileWeights {
+  int num_heads;  // The query heads of all batch elements that a tile applies to.
+  int num_sms;
+
+  // The index of the threshold from which on tiles have the first weight. Each further weight
+  // begins at half as many blocks.
+  //
+  // A part costs as much time as about 2.5 blocks, besides its own: it loads keys, and adds its
+  // gradients to memory. With L blocks of work for each SM and parts of S blocks, that is 2.5 L / S
+  // in all. At the end, SMs wait for each other for about half of a part. The sum of both is
+  // smallest if S^2 = 5 L. Parts have up to so many blocks, but not less than 8, and those of one
+  // head at least half as many.
+  JAX_MAGI_INLINE int FirstThreshold(const TileList& list) const {
+    constexpr int kLeast = 4;
+    static_assert(ThresholdBlocks(kLeast) == 8, "the least size");
+    const int64_t num_blocks = int64_t{list.num_blocks} * num_heads;
+    int size = kLeast;
+    while (size + 1 < kNumThresholds && IsSmall(ThresholdBlocks(size + 1), num_blocks)) ++size;
+    return size - 2;
+  }
+
+  // The number of tiles at the front of the list that have this weight or a heavier one.
+  JAX_MAGI_INLINE int NumTiles(const TileList& list, int first_threshold, int weight) const {
+    if (weight == kNumWeights - 1) return list.num_tiles;
+    // Of weights below the least threshold there are none.
+    const int threshold = Max(first_threshold - 2 * weight, first_threshold % 2);
+    return Clamp(list.num_above[threshold], 0, list.num_tiles);
+  }
+
+ private:
+  JAX_MAGI_INLINE bool IsSmall(int64_t size, int64_t num_blocks) const {
+    return size * size * num_sms <= 5 * num_blocks;
+  }
+};
+
+inline TileWeights TileWeightsOf(const AttentionShape& shape, int num_sms) {
+  const int64_t num_repeats = shape.shared_slices ? shape.batch : 1;
+  return {static_cast<int>(shape.num_q_heads * num_repeats), num_sms};
 }
 
 // Whether the heads of a call's tiles may be split. Parts are added in any order, and no kernel

@@ -230,7 +230,11 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
     return CutTile(args, segment, i, first, step);
   };
   const auto bin_of = [&](const Tile& tile) { return BinOf<kThreads>(tile, task.key.lacks); };
-  const auto count_tile = [&](const Tile& tile) { atomicAdd(&bins[bin_of(tile)], 1); };
+  int num_own_blocks = 0;  // Of the tiles that this thread counts.
+  const auto count_tile = [&](const Tile& tile) {
+    atomicAdd(&bins[bin_of(tile)], 1);
+    num_own_blocks += tile.num_blocks;
+  };
   for (int i = thread + kThreads; i < num_tiles; i += kThreads) {
     const Tile tile = cut_tile(i, 0, 1);
     count_tile(tile);
@@ -266,10 +270,14 @@ __global__ void __launch_bounds__(kThreads, /*minBlocksPerMultiprocessor=*/1)
   }
   for (int i = 0; i < kNumThresholds; ++i) {
     constexpr int kFirstBlocks = kThreads - 2;
-    static_assert(ThresholdBlocks(0) <= kFirstBlocks, "the first bin has tiles of any weight");
+    static_assert(ThresholdBlocks(kNumThresholds - 1) <= kFirstBlocks,
+                  "the first bin has tiles of any weight");
     // All bins before this one hold tiles with as many blocks or more.
     if (thread == kFirstBlocks - ThresholdBlocks(i) + 1) list->num_above[i] = before;
   }
+  int num_blocks;
+  SumBefore<kThreads>(num_own_blocks, sums, &num_blocks);
+  if (thread == 0) list->num_blocks = num_blocks;
   __syncthreads();
   // Tiles of a bin keep the order in which they were cut, so that the list is always the same:
   // warps take turns.

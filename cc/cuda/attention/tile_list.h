@@ -32,15 +32,10 @@ struct alignas(32) Tile {
   JAX_MAGI_INLINE Range rows() const { return {begin, begin + num_rows}; }
 };
 
-// Thresholds on the number of blocks that classify tiles by weight, the highest first. See
+// Numbers of blocks that classify tiles by weight: 2, 3, 4, 6, 8, 12 and so on, up to 96. See
 // head_cuts.h.
-//
-// A block takes about 3 us with 128 dims, and each part of a tile another 2 us to load keys and add
-// gradients. But each class is a pass over q, dout and dq, so all thresholds are equal, and only
-// two classes have tiles. Thresholds of 16, 8 and 4, with larger parts for lighter tiles, made the
-// stages of context parallelism 3 to 12% slower.
-constexpr int kNumThresholds = 3;
-constexpr int ThresholdBlocks(int) { return 4; }
+constexpr int kNumThresholds = 12;
+JAX_MAGI_INLINE constexpr int ThresholdBlocks(int i) { return (2 + i % 2) << i / 2; }
 
 // Which tiles without blocks a list lacks: all their rows are left to other calls.
 enum class Lacks : int32_t {
@@ -66,11 +61,12 @@ struct ListKey {
 struct alignas(32) TileList {
   int32_t num_tiles;
   int32_t least_blocks;  // Number of blocks of the last tile.
-  // Number of tiles at the front with ThresholdBlocks(i) blocks or more; 0 in a list made on the
-  // host.
+  // Number of blocks of all tiles, and number of tiles at the front with ThresholdBlocks(i) blocks
+  // or more; 0 in a list made on the host.
+  int32_t num_blocks;
   int32_t num_above[kNumThresholds];
   ListKey key;
-  int32_t padding[5];
+  int32_t padding[3];
 
   JAX_MAGI_INLINE const Tile* tiles() const { return reinterpret_cast<const Tile*>(this + 1); }
   JAX_MAGI_INLINE Tile* tiles() { return reinterpret_cast<Tile*>(this + 1); }
@@ -96,7 +92,7 @@ struct Tiling {
   // Distinguishes lists of this tiling from others: a compiled program may outlive the build that
   // made its list.
   int32_t stamp() const {
-    constexpr int32_t kVersion = 6;  // Raise this when the meaning of TileList or Tile changes.
+    constexpr int32_t kVersion = 7;  // Raise this when the meaning of TileList or Tile changes.
     static_assert(kVersion < 8, "what follows in a stamp is the number of blocks");
     return kVersion << 21 | by_keys << 20 | num_rows << 10 |
            static_cast<int32_t>(architecture) << 6 | aligns_keys << 5 | num_columns / 16;

@@ -77,8 +77,8 @@ Status LaunchBackwardKernel(const BackwardArgs& args, const BackwardWorkspace& w
   params.is_float = args.dkv_dtype == DType::kF32;
   int parts_of_tile = num_packs;
   if constexpr (Config::kCutsHeads) {
-    params.head_cuts = {HeadCuts(params.group), static_cast<uint32_t>(params.group),
-                        static_cast<uint32_t>(num_kv_heads),
+    params.head_cuts = {HeadCuts(params.group), TileWeightsOf(shape, options.num_sms),
+                        static_cast<uint32_t>(params.group), static_cast<uint32_t>(num_kv_heads),
                         static_cast<uint32_t>(WorkPerSection(options))};
     parts_of_tile *= static_cast<int>(params.head_cuts.cuts.num_parts[0]);
   }
@@ -121,7 +121,8 @@ Status LaunchBackward(const BackwardArgs& call, int num_parts, bool deterministi
   const BackwardArgs args = WithParts(call, workspace.parts);
   AddedTiles added{};
   if constexpr (Config::kCutsHeads) {
-    added = {options.tile_list, NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
+    added = {options.tile_list, TileWeightsOf(shape, options.num_sms),
+             NumCutWeights(HeadCuts(static_cast<int>(shape.group()))),
              kBackwardTiling<Config>.num_rows};
   }
   JAX_MAGI_CUDA_RETURN_IF_ERROR(
