@@ -99,6 +99,17 @@ def test_tiles_cut_along_their_keys(dims, sm_margin):
   check_stages(inputs, mask, bounds, "cuda", sm_margin=sm_margin)
 
 
+@pytest.mark.parametrize("dims", _DIMS[1:4], ids=str)
+@pytest.mark.parametrize("sm_margin", [0, 120, 131])
+def test_uneven_tiles_of_many_keys(dims, sm_margin):
+  """The keys of all heads exceed the L2 cache, but a tile takes as long as a section of heads."""
+  q_len, k_len = 300, 17100
+  ranges = [[0, 130], [130, q_len]], [[0, k_len], [16000, 16100]]
+  mask = AttentionMask.from_ranges(*ranges)
+  inputs = make_inputs(np.random.default_rng(0), DTYPES["bf16"], q_len, k_len, 8, 4, *dims, 0)
+  check_stages(inputs, mask, ((0, 17000), (17000, k_len)), "cuda", sm_margin=sm_margin)
+
+
 @pytest.mark.parametrize("num_q_heads", [2, 6, 10])
 @pytest.mark.parametrize("sm_margin", [0, 124, 130])
 def test_clusters(num_q_heads, sm_margin):

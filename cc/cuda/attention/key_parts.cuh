@@ -8,12 +8,29 @@
 
 namespace jax_magi::cuda {
 
+// The sections of a call whose list was made on the device, joined until none ends long before its
+// heaviest tile. Sections begin with their heaviest tiles. If the last section had little besides
+// such a tile, most SMs would wait for it. Keys may then leave the L2 cache between two tiles.
+__device__ __forceinline__ Section JoinSections(const WorkParams& work, int num_workers) {
+  Section section{work.packs_per_section, work.section_work_per_tile};
+  const TileList& list = *work.list;
+  if (list.num_tiles <= 0 || list.num_blocks <= 0) return section;
+  const int64_t enough = int64_t{2} * list.tiles()[0].num_blocks * num_workers;
+  while (int64_t{list.num_blocks} * section.work_per_tile < enough &&
+         work.work_per_tile % (2 * section.work_per_tile) == 0) {
+    section.num_packs *= 2;
+    section.work_per_tile *= 2;
+  }
+  return section;
+}
+
 // Which work is split, in shared memory. Only the planner uses it.
-template <int kClusterSize>
+template <int kClusterSize, bool kJoinsSections = false>
 struct KeyParts {
   uint32_t first;     // Number of the first part; work before it is not split.
   uint32_t end;       // One past the last work number.
   uint32_t per_tile;  // Parts per tile; 0: not planned yet.
+  Section section;    // If kJoinsSections.
 
   // Called by one warp.
   __device__ __forceinline__ void Start(const WorkParams& work, bool may_cut, int lane) {
@@ -23,6 +40,7 @@ struct KeyParts {
       first = num_work - rest;
       end = num_work;
       per_tile = rest == 0;
+      if constexpr (kJoinsSections) section = JoinSections(work, gridDim.x / kClusterSize);
     }
     __syncwarp();
   }
@@ -50,6 +68,11 @@ struct KeyParts {
       per_tile = best;
     }
     __syncwarp();
+  }
+
+  __device__ __forceinline__ Section SectionOf(const WorkParams& work) const {
+    if constexpr (kJoinsSections) return section;
+    return {work.packs_per_section, work.section_work_per_tile};
   }
 
   // The work item that a number belongs to.

@@ -82,12 +82,20 @@ struct WorkItem {
   int32_t part;  // Number of parts of the tile << 16 | index of this part; 0: not cut.
 };
 
+// A section of a call: the packs of heads that it has, and its work for each tile.
+struct Section {
+  uint32_t num_packs, work_per_tile;
+};
+
 // Work of which nothing is cut, so numbers need no translation: compare KeyParts.
 struct WholeWork {
   __device__ __forceinline__ bool Has(uint32_t number, const WorkParams& params, int) const {
     return number < params.list->num_tiles * params.work_per_tile;
   }
   __device__ __forceinline__ uint32_t WorkOf(uint32_t number) const { return number; }
+  __device__ __forceinline__ Section SectionOf(const WorkParams& params) const {
+    return {params.packs_per_section, params.section_work_per_tile};
+  }
   __device__ __forceinline__ void Cut(uint32_t, WorkItem&) const {}
 };
 
@@ -116,11 +124,12 @@ template <typename Parts>
 __device__ __forceinline__ void FindWork(const WorkParams& params, const Parts& parts,
                                          uint32_t number, int lane, WorkItem& item) {
   // Sections follow one another; within a section, packs of heads vary fastest.
-  const uint32_t per_section = params.list->num_tiles * params.section_work_per_tile;
+  const Section each = parts.SectionOf(params);
+  const uint32_t per_section = params.list->num_tiles * each.work_per_tile;
   const uint32_t work = parts.WorkOf(number), section = Divide(work, per_section);
   const uint32_t in_section = work - section * per_section;
-  const uint32_t repeat = in_section / params.packs_per_section;
-  if (lane == 0) item.pack = (section - repeat) * params.packs_per_section + in_section;
+  const uint32_t repeat = in_section / each.num_packs;
+  if (lane == 0) item.pack = (section - repeat) * each.num_packs + in_section;
   const uint32_t index = Divide(repeat, params.num_repeats);
   CopyTile(params, index, lane, item);
   if (lane == 0) {

@@ -112,7 +112,11 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   TileInfoOf<Config> tile[Config::kHasTerms ? 2 : kQStages];
   PlannedTile planned;  // The next tile.
   PlannedTile item;     // Used only by the producer.
-  std::conditional_t<Config::kCutsKeys, KeyParts<Config::kClusterSize>, WholeWork> parts;
+  // Calls with float32 or running results are stages of context parallelism, whose tiles may be of
+  // very different weight. The instructions of other kernels stay the same.
+  static constexpr bool kJoinsSections = Config::kIsOutFloat && !Config::kHasTerms;
+  std::conditional_t<Config::kCutsKeys, KeyParts<Config::kClusterSize, kJoinsSections>, WholeWork>
+      parts;
   // Barriers. The producer and its TMA bytes arrive on `full`, where consumers wait; consumers
   // arrive on `empty`, where the producer waits. For queries, the planner takes the producer's
   // place.
