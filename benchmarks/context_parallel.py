@@ -254,10 +254,15 @@ def kernels_of_ranks(cell: dict[str, Any], key: jax_magi.DistAttnKey) -> Any:
     is_same = cell.get("orders", orders) == orders and len(areas[0]) == planned.shape[1]
     if not is_same or not all((planned == x).all(axis=1).any() for x in np.array(areas)):
       raise ValueError(f"the plan of {cell['mask']} is not the one that was timed: measure anew")
+  # Over all stages of a pass.
+  usual_rates = [
+    np.sum(cell[name]) / np.sum(cell["areas"][number])
+    for number, name in enumerate(("forward", "backward"))
+  ]
   kernels = [
     np.stack(
       [
-        _seconds_of_all(areas, np.array(timed), np.array(seconds))
+        _seconds_of_all(areas, np.array(timed), np.array(seconds), usual_rates[number])
         for areas, timed, seconds in zip(
           key.areas(is_forward=not number).T,
           np.array(cell["areas"][number]).T,
@@ -323,13 +328,16 @@ def _predict(cell: dict[str, Any], alone: dict[str, Any]) -> Cell:
   )
 
 
-def _seconds_of_all(areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _seconds_of_all(
+  areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray, usual_rate: float
+) -> np.ndarray:
   """The seconds of a stage of all ranks, from a line through those of the timed ranks.
 
   Args:
     areas: the visible pairs of all ranks.
     timed: the visible pairs of the timed ranks.
     seconds: the seconds of the timed ranks.
+    usual_rate: the seconds per pair of a pass.
   """
   # Ranks without work in this stage launch its kernel, too.
   idle = seconds[timed == 0].mean() if (timed == 0).any() else 0.0
@@ -341,6 +349,8 @@ def _seconds_of_all(areas: np.ndarray, timed: np.ndarray, seconds: np.ndarray) -
     fit, at_zero = np.polyfit(timed, seconds, 1)
     if fit > 0.0 and at_zero > 0.0:
       rate, start = fit, at_zero
+  if rate > 2.0 * usual_rate:  # Launches outweigh the work of the timed ranks.
+    rate, start = usual_rate, max(np.mean(seconds - usual_rate * timed), 0.0)
   return np.where(areas > 0, start + rate * areas, idle)
 
 
