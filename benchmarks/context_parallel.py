@@ -11,9 +11,9 @@ those of `overlap_degree="auto"`, for 50 and 100 GB/s between nodes. `measure` s
 the file already has. `programs` times the passes of the rank with the most work again, with the
 gathers that pack and unpack rows, and everything else but the collectives. `predict` adds the
 transfers, padding included, and simulates the steps of both passes: a transfer begins when all
-ranks of its group are ready, and a step ends when its kernel and its transfers have ended. One
-column adds the time by which programs exceed kernels, because neither kernels nor transfers overlap
-with packing. Each file is compared with the single GPU of its own run.
+ranks of its group are ready, and a step ends when its kernel and its transfers have ended. After
+`programs`, one column adds the time by which programs exceed kernels, because neither kernels nor
+transfers overlap with packing. Each file is compared with the single GPU of its own run.
 """
 
 from __future__ import annotations

@@ -58,17 +58,19 @@ def to_markdown(cells: list[Cell]) -> str:
   lines = [
     "| mask | ranks | GB/s per NIC | transport, degree | work, max / mean | rows between nodes, in "
     "a node | ms at one GPU's rate | kernels | + exposed | efficiency | 16-bit gradients | keys "
-    f"kept | {'with packing | ' * has_packing}ragged |",
-    "|---" * (13 + has_packing) + "|",
+    f"kept | {'with packing | ' if has_packing else ''}ragged |",
+    "|---" * (14 if has_packing else 13) + "|",
   ]
   for c in cells:
     network = f"{c.network / 1e9:.0f}" if c.cp_size > NODE else "-"
-    packed = f"{c.ideal / (c.total + c.around):.0%} | " if c.around else "- | "
+    packed = ""
+    if has_packing:
+      packed = f"{c.ideal / (c.total + c.around):.0%} | " if c.around else "- | "
     lines.append(
       f"| {c.mask} | {c.cp_size} | {network} | {c.transport}, {c.degree} | {c.balance:.3f} | "
       f"{c.far_rows}, {c.near_rows} | {1e3 * c.ideal:.1f} | {1e3 * c.kernels:.1f} | "
       f"{1e3 * (c.total - c.kernels):.1f} | {c.ideal / c.total:.0%} | "
-      f"{c.ideal / c.total_bfloat16:.0%} | {c.ideal / c.total_kept:.0%} | {packed * has_packing}"
+      f"{c.ideal / c.total_bfloat16:.0%} | {c.ideal / c.total_kept:.0%} | {packed}"
       f"{c.ideal / c.total_ragged:.0%} |"
     )
   return "\n".join(lines) + "\n"

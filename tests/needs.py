@@ -11,9 +11,9 @@ import numpy as np
 from jax_magi._src.native import attention
 from jax_magi._src.native.backends import BACKENDS, CUDA
 
-# int32 words of a tile list: of its header, and of each tile. Words of the header: the number of
-# blocks and the tiles of each weight, and what the list was made for, up to the word that says what
-# it lacks.
+# int32 words of a tile list: of its header, and of each tile. In the header, WEIGHTS are the number
+# of blocks and the numbers of tiles of each weight. KEY is what the list was made for. Its last
+# word, LACKS, says which tiles the list lacks.
 HEADER_WORDS, TILE_WORDS = 24, 8
 WEIGHTS, KEY = slice(2, 15), slice(15, 21)
 LACKS = KEY.stop - 1

@@ -38,7 +38,7 @@ inline int NumCutWeights(const HeadCuts& cuts) {
   return count;
 }
 
-// What the weights of tiles depend on, besides their list.
+// What determines the weights of tiles, besides their list.
 struct TileWeights {
   int num_heads;  // The query heads of all batch elements that a tile applies to.
   int num_sms;
@@ -46,30 +46,32 @@ struct TileWeights {
   // The index of the threshold from which on tiles have the first weight. Each further weight
   // begins at half as many blocks.
   //
-  // A part costs as much time as about 2.5 blocks, besides its own: it loads keys, and adds its
-  // gradients to memory. With L blocks of work for each SM and parts of S blocks, that is 2.5 L / S
-  // in all. At the end, SMs wait for each other for about half of a part. The sum of both is
-  // smallest if S^2 = 5 L. Parts have up to so many blocks, but not less than 8, and those of one
-  // head at least half as many.
+  // Besides its own blocks, a part takes the time of about 2.5 more: it loads keys, and adds its
+  // gradients to memory. If each SM has L blocks of work in parts of S blocks, that is 2.5 L / S
+  // for an SM. At the end, an SM waits for the others for about S / 2. The sum is smallest if S^2 =
+  // 5 L. Tiles with S / 2 blocks or more are therefore cut into parts of one head. S is at least 8.
   JAX_MAGI_INLINE int FirstThreshold(const TileList& list) const {
     constexpr int kLeast = 4;
     static_assert(ThresholdBlocks(kLeast) == 8, "the least size");
     const int64_t num_blocks = int64_t{list.num_blocks} * num_heads;
     int size = kLeast;
-    while (size + 1 < kNumThresholds && IsSmall(ThresholdBlocks(size + 1), num_blocks)) ++size;
+    while (size + 1 < kNumThresholds && IsAtMostBest(ThresholdBlocks(size + 1), num_blocks)) {
+      ++size;
+    }
     return size - 2;
   }
 
   // The number of tiles at the front of the list that have this weight or a heavier one.
   JAX_MAGI_INLINE int NumTiles(const TileList& list, int first_threshold, int weight) const {
     if (weight == kNumWeights - 1) return list.num_tiles;
-    // Of weights below the least threshold there are none.
+    // A weight below the lowest threshold has no tiles.
     const int threshold = Max(first_threshold - 2 * weight, first_threshold % 2);
     return Clamp(list.num_above[threshold], 0, list.num_tiles);
   }
 
  private:
-  JAX_MAGI_INLINE bool IsSmall(int64_t size, int64_t num_blocks) const {
+  // Whether parts of this size are not larger than the best. The call has `num_blocks` blocks.
+  JAX_MAGI_INLINE bool IsAtMostBest(int64_t size, int64_t num_blocks) const {
     return size * size * num_sms <= 5 * num_blocks;
   }
 };

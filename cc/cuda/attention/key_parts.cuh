@@ -8,9 +8,10 @@
 
 namespace jax_magi::cuda {
 
-// The sections of a call whose list was made on the device, joined until none ends long before its
-// heaviest tile. Sections begin with their heaviest tiles. If the last section had little besides
-// such a tile, most SMs would wait for it. Keys may then leave the L2 cache between two tiles.
+// If the list was made on the device, joins the sections of a call until each has at least twice
+// the work of its heaviest tile. A section begins with its heaviest tiles, so at the end of a small
+// last section, most SMs would wait for one of them. In exchange, keys may leave the L2 cache
+// between two tiles.
 __device__ __forceinline__ Section JoinSections(const WorkParams& work, int num_workers) {
   Section section{work.packs_per_section, work.section_work_per_tile};
   const TileList& list = *work.list;

@@ -112,8 +112,8 @@ struct ForwardShared : ForwardBias<Config, Config::kHasTerms> {
   TileInfoOf<Config> tile[Config::kHasTerms ? 2 : kQStages];
   PlannedTile planned;  // The next tile.
   PlannedTile item;     // Used only by the producer.
-  // Calls with float32 or running results are stages of context parallelism, whose tiles may be of
-  // very different weight. The instructions of other kernels stay the same.
+  // Calls with float32 or running results are stages of context parallelism, whose tiles may differ
+  // a lot in weight. The instructions of other kernels stay the same.
   static constexpr bool kJoinsSections = Config::kIsOutFloat && !Config::kHasTerms;
   std::conditional_t<Config::kCutsKeys, KeyParts<Config::kClusterSize, kJoinsSections>, WholeWork>
       parts;
